@@ -1,0 +1,81 @@
+# Every target works on a machine with nothing but Python 3.10+, pip and venv: without an active virtual environment
+# one is made in .venv. `make demo TORCH="torch --index-url ..."` picks another build of torch.
+PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.10 python3,$(if $(shell command -v $(p)),$(p))))
+TORCH ?= torch==2.13.0
+TRITON ?= triton
+ifdef VIRTUAL_ENV
+VENV := $(VIRTUAL_ENV)
+else
+VENV := .venv
+endif
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.afd-$(shell printf %s "$(CURDIR)" | cksum | cut -d ' ' -f 1)
+PYTEST_ARGS ?=
+WORKERS ?= 2
+
+# Many processes share few cores in tests and the demo: one thread each is the fastest.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help venv install demo test test-gpu lint format typecheck wheel-check matrix clean
+
+help:
+	@echo "make demo         three small models, one attention and two FFN processes each, checked against the whole model"
+	@echo "make test         the CPU tests"
+	@echo "make test-gpu     the tests that need a GPU"
+	@echo "make lint         ruff check and ruff format --check;  make format rewrites"
+	@echo "make typecheck    mypy"
+	@echo "make wheel-check  build the wheel and try it beside torch and triton alone"
+	@echo "make matrix       the CPU tests on the oldest and the newest supported versions, one environment each"
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+venv: $(VENV)/bin/python
+
+$(INSTALLED): pyproject.toml | $(VENV)/bin/python
+	$(PY) -m pip install --quiet $(TORCH) $(TRITON)
+	$(PY) -m pip install --quiet --editable '.[transformers,dev]'
+	@touch $@
+
+install: $(INSTALLED)
+
+demo: install
+	$(PY) -m afd_runtime.demo_models
+
+test: install
+	$(PY) -m pytest tests --ignore=tests/gpu -n $(WORKERS) -ra $(PYTEST_ARGS)
+
+test-gpu: install
+	AFD_FORBID_REFERENCE=1 $(PY) -m pytest tests/gpu -ra $(PYTEST_ARGS)
+
+lint: install
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: install
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+typecheck: install
+	$(PY) -m mypy
+
+wheel-check: install
+	$(PY) -m pytest tests/test_packaging.py -ra $(PYTEST_ARGS)
+
+# name=packages of each environment; triton follows what that torch was released with where it matters.
+MATRIX := oldest newest
+matrix-oldest: TORCH = torch==2.9.0
+matrix-oldest: TRITON = triton==3.6.0
+matrix-newest: TORCH = torch
+matrix-newest: TRITON = triton
+
+matrix: $(MATRIX:%=matrix-%)
+matrix-%: pyproject.toml
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet $(TORCH) $(TRITON)
+	.venv-$*/bin/python -m pip install --quiet --editable '.[transformers,dev]'
+	.venv-$*/bin/python -m pytest tests --ignore=tests/gpu -n $(WORKERS) -ra $(PYTEST_ARGS)
+
+clean:
+	rm -rf build dist demo .venv .venv-* *.egg-info .pytest_cache .mypy_cache .ruff_cache
