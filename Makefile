@@ -1,6 +1,7 @@
 # Every target works on a machine with nothing but Python 3.10+, pip and venv: without an active virtual environment
-# one is made in .venv. `make demo TORCH="torch --index-url ..."` picks another build of torch.
-PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.10 python3,$(if $(shell command -v $(p)),$(p))))
+# one is made in .venv. `make demo TORCH=torch==2.10.0` picks another torch.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.10; do \
+  $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 TORCH ?= torch==2.13.0
 TRITON ?= triton
 ifdef VIRTUAL_ENV
