@@ -21,7 +21,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from afd_runtime.progress import Display
 
 STDERR_LINES = 20
 POLL_S = 0.1
@@ -163,6 +166,19 @@ class ProcessGroup:
                 child.stderr.append(line.rstrip())
                 if self._forward_stderr:
                     print(f"[{child.name}] {line.rstrip()}", file=sys.stderr)
+
+
+def follow(group: ProcessGroup, children: list[Child], display: Display) -> None:
+    """Shows the events of a group until ``children`` have ended well. Raises ``ChildFailed``."""
+    while not (group.finished(children) and group.events.empty()):
+        item = group.next_event()
+        if item is None:
+            continue
+        child, event = item
+        if event["event"] == "progress":
+            display.progress(child.name, event["done"], event["total"])
+        elif event["event"] == "note":
+            display.note(child.name, event["text"])
 
 
 def reserve_port(host: str) -> socket.socket:

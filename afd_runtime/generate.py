@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy generation with attention and experts in separate processes of this host, and its check."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from afd_runtime.check import CheckReport, Generated, compare
+from afd_runtime.config import AFDConfig
+from afd_runtime.errors import AFDConfigError
+from afd_runtime.launch import ProcessGroup, follow, python_module, reserve_port
+from afd_runtime.model_spec import ModelSpec
+from afd_runtime.progress import Display
+from afd_runtime.topology import ExpertPlacement
+from afd_runtime.undivided import run_undivided
+from afd_runtime.workers import (
+    AttentionJob,
+    AttentionResult,
+    LayerStats,
+    Prompt,
+    PromptResult,
+    cut_at_stop,
+    model_dtype,
+    refuse_device,
+)
+
+HOST = "127.0.0.1"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """What ``afd generate`` was asked for. ``port`` 0 picks a free one; ``dtype`` "auto" is the checkpoint's."""
+
+    model: Path
+    prompts: tuple[Prompt, ...]
+    max_new_tokens: int = 32
+    num_attention_ranks: int = 1
+    num_ffn_ranks: int = 1
+    placement: str = "sharded"
+    device: str = "cpu"
+    dtype: str = "auto"
+    max_batch_tokens: int = 2048
+    port: int = 0
+    check: bool = False
+    verbose: bool = False
+
+    def config(self, role: str, port: int) -> AFDConfig:
+        """The group as a process of ``role`` sees it. Raises pydantic's ``ValidationError``."""
+        return AFDConfig.model_validate(
+            {
+                "role": role,
+                "port": port,
+                "num_attention_ranks": self.num_attention_ranks,
+                "num_ffn_ranks": self.num_ffn_ranks,
+                "placement": self.placement,
+                "max_batch_tokens": self.max_batch_tokens,
+            }
+        )
+
+    def prompts_of(self, attention_rank: int) -> dict[int, Prompt]:
+        """The prompts of one attention rank, by index: they are dealt out in turn."""
+        dealt = range(attention_rank, len(self.prompts), self.num_attention_ranks)
+        return {index: self.prompts[index] for index in dealt}
+
+
+@dataclass(frozen=True)
+class GenerateReport:
+    """What a run produced. ``prompts`` are in the order given; ``check`` is None where none was asked for."""
+
+    prompts: list[PromptResult]
+    layers: dict[int, LayerStats]
+    seconds: float
+    check: CheckReport | None = None
+
+
+def generate(request: GenerateRequest, display: Display) -> GenerateReport:
+    """Runs the request. Every process that it starts has ended when it returns or raises.
+
+    Raises ``ModelError`` or ``AFDConfigError`` before a process is started, ``ChildFailed`` afterwards.
+    """
+    spec = validate(request)
+    with tempfile.TemporaryDirectory(prefix="afd-") as run_dir:
+        started = time.perf_counter()
+        results = _serve(request, Path(run_dir), display)
+        seconds = time.perf_counter() - started
+        prompts = sorted((p for result in results for p in result.prompts), key=lambda prompt: prompt.index)
+        check = None
+        if request.check:
+            check = _check(
+                request, model_dtype(request.dtype, spec), prompts, results[0].stop_ids, Path(run_dir), display
+            )
+    return GenerateReport(prompts, total_layers(results), seconds, check)
+
+
+def validate(request: GenerateRequest) -> ModelSpec:
+    """Refuses what cannot work, before anything is loaded or started. Returns what the checkpoint is."""
+    refuse_device(request.device)
+    if request.max_new_tokens < 1:
+        raise AFDConfigError(f"max_new_tokens is {request.max_new_tokens}; allowed: 1 or more")
+    if not request.prompts:
+        raise AFDConfigError("no prompt; give --prompt TEXT or --prompt-ids 1,2,3, each as often as you like")
+    spec = ModelSpec.from_pretrained(request.model)
+    model_dtype(request.dtype, spec)
+    ExpertPlacement(request.placement, spec.num_experts, request.num_attention_ranks, request.num_ffn_ranks)  # type: ignore[arg-type]
+    request.config("attention", request.port or 1)
+    if len(request.prompts_of(0)) > request.max_batch_tokens:
+        raise AFDConfigError(
+            f"max_batch_tokens is {request.max_batch_tokens} for {len(request.prompts_of(0))} prompts on one attention "
+            "rank; allowed: at least one token a prompt; raise it or use more attention ranks"
+        )
+    _check_ids(request)
+    if any(prompt.text is not None for prompt in request.prompts) and not has_tokenizer(request.model):
+        raise AFDConfigError(
+            f"--prompt needs a tokenizer and {request.model} has none; give token ids: --prompt-ids 1,2,3"
+        )
+    return spec
+
+
+def _check_ids(request: GenerateRequest) -> None:
+    vocab_size = json.loads((request.model / "config.json").read_text()).get("vocab_size")
+    for prompt in request.prompts:
+        if prompt.ids is None:
+            continue
+        if not prompt.ids:
+            raise AFDConfigError("a --prompt-ids has no id; give at least one, as in --prompt-ids 1,2,3")
+        wrong = [i for i in prompt.ids if i < 0 or (vocab_size is not None and i >= vocab_size)]
+        if wrong:
+            raise AFDConfigError(f"--prompt-ids has the id {wrong[0]}; allowed: 0 to {(vocab_size or 2**31) - 1}")
+
+
+def has_tokenizer(model: Path) -> bool:
+    """True if the checkpoint's directory holds a tokenizer."""
+    return any((model / name).is_file() for name in TOKENIZER_FILES)
+
+
+def total_layers(results: list[AttentionResult]) -> dict[int, LayerStats]:
+    """The totals of each layer over all attention ranks."""
+    totals: dict[int, LayerStats] = {}
+    for result in results:
+        for layer, stats in result.layers.items():
+            totals.setdefault(layer, LayerStats()).add(stats)
+    return dict(sorted(totals.items()))
+
+
+def _serve(request: GenerateRequest, run_dir: Path, display: Display) -> list[AttentionResult]:
+    with ProcessGroup(forward_stderr=request.verbose) as group, _chosen_port(request.port) as port:
+        for ffn_rank in range(request.num_ffn_ranks):
+            group.start(f"FFN rank {ffn_rank}", _ffn_command(request, ffn_rank, port), runs_to_end=False)
+        jobs = _write_jobs(request, port, run_dir)
+        workers = [
+            group.start(f"attention rank {rank}", _worker_command(job), runs_to_end=True) for rank, job in jobs.items()
+        ]
+        follow(group, workers, display)
+        return [
+            msgspec.json.decode((run_dir / f"result-{rank}.json").read_bytes(), type=AttentionResult) for rank in jobs
+        ]
+
+
+def _check(
+    request: GenerateRequest,
+    dtype: torch.dtype,
+    prompts: list[PromptResult],
+    stop_ids: list[int],
+    run_dir: Path,
+    display: Display,
+) -> CheckReport:
+    logits: dict[int, torch.Tensor] = {}
+    for path in run_dir.glob("logits-*.pt"):
+        logits |= torch.load(path, weights_only=True)
+    divided = {p.index: Generated(p.token_ids, logits[p.index]) for p in prompts}
+    prompt_ids = [prompt.prompt_ids for prompt in prompts]
+    with ProcessGroup(forward_stderr=request.verbose) as group:
+        ids, expected = run_undivided(
+            group, request.model, prompt_ids, request.max_new_tokens, dtype, request.device, run_dir, display
+        )
+    undivided = {
+        prompt.index: Generated(cut_at_stop(row, stop_ids), logits)
+        for prompt, row, logits in zip(prompts, ids.tolist(), expected, strict=True)
+    }
+    return compare(divided, undivided, dtype)
+
+
+@contextmanager
+def _chosen_port(port: int) -> Iterator[int]:
+    """``port``, or for 0 a free one, held for as long as the context lasts."""
+    if port:
+        yield port
+        return
+    with reserve_port(HOST) as holder:
+        yield holder.getsockname()[1]
+
+
+def _ffn_command(request: GenerateRequest, ffn_rank: int, port: int) -> list[str]:
+    options = {
+        "ffn-rank": ffn_rank,
+        "ffn-ranks": request.num_ffn_ranks,
+        "attention-ranks": request.num_attention_ranks,
+        "placement": request.placement,
+        "device": request.device,
+        "dtype": request.dtype,
+        "max-batch-tokens": request.max_batch_tokens,
+        "host": HOST,
+        "port": port,
+    }
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    return python_module("afd_runtime.cli", "ffn", str(request.model), *flags, "--events")
+
+
+def _write_jobs(request: GenerateRequest, port: int, run_dir: Path) -> dict[int, Path]:
+    """Writes one job for each attention rank that has a prompt. A rank without one stays away and is not waited for."""
+    jobs = {}
+    for rank in range(request.num_attention_ranks):
+        prompts = request.prompts_of(rank)
+        if not prompts:
+            continue
+        job = AttentionJob(
+            model=str(request.model),
+            config=request.config("attention", port).model_dump(exclude_defaults=True),
+            attention_rank=rank,
+            device=request.device,
+            dtype=request.dtype,
+            prompts=prompts,
+            max_new_tokens=request.max_new_tokens,
+            max_batch_tokens=request.max_batch_tokens,
+            result_path=str(run_dir / f"result-{rank}.json"),
+            logits_path=str(run_dir / f"logits-{rank}.pt") if request.check else None,
+        )
+        jobs[rank] = run_dir / f"job-{rank}.json"
+        jobs[rank].write_bytes(msgspec.json.encode(job))
+    return jobs
+
+
+def _worker_command(job: Path) -> list[str]:
+    return python_module("afd_runtime.cli", "attention-worker", str(job))

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank's process does: an FFN rank serves until it is told to stop, an attention rank works off one job."""
+
+from __future__ import annotations
+
+import functools
+import signal
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from afd_runtime._greedy import greedy_generate
+from afd_runtime.checkpoint import DTYPES
+from afd_runtime.config import AFDConfig
+from afd_runtime.errors import AFDConfigError
+from afd_runtime.ffn_backend import ExpertBank
+from afd_runtime.model_spec import ModelSpec
+from afd_runtime.progress import Display
+from afd_runtime.topology import ExpertPlacement
+
+TORCH_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+
+
+class Prompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One prompt: ``text``, which needs the checkpoint's tokenizer, or token ``ids``."""
+
+    text: str | None = None
+    ids: tuple[int, ...] | None = None
+
+
+class PromptResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What was generated for the prompt at ``index`` of the command line; ``text`` where it was given as text."""
+
+    index: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str | None = None
+
+
+class LayerStats(msgspec.Struct, forbid_unknown_fields=True):
+    """Totals of one exchanged layer over all steps. Waits and computing times are in seconds, summed over ranks."""
+
+    rows: int = 0
+    bytes_out: int = 0
+    bytes_back: int = 0
+    wait_s: float = 0.0
+    experts_s: float = 0.0
+    reply_s: float = 0.0
+
+    def add(self, other: LayerStats) -> None:
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class AttentionJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that an attention rank's process needs. ``prompts`` is keyed by index; ``logits_path`` None: not kept."""
+
+    model: str
+    config: dict[str, Any]
+    attention_rank: int
+    device: str
+    dtype: str
+    prompts: dict[int, Prompt]
+    max_new_tokens: int
+    max_batch_tokens: int
+    result_path: str
+    logits_path: str | None = None
+
+
+class AttentionResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an attention rank's process leaves in ``result_path``. A prompt ends at the first of ``stop_ids``."""
+
+    prompts: list[PromptResult]
+    layers: dict[int, LayerStats]
+    stop_ids: list[int]
+
+
+def model_dtype(name: str, spec: ModelSpec) -> torch.dtype:
+    """The dtype called ``name``; ``auto`` is the checkpoint's. Raises ``AFDConfigError``."""
+    if name == "auto":
+        return spec.dtype
+    if name not in TORCH_DTYPES:
+        raise AFDConfigError(f"dtype is {name!r}; allowed: auto, {', '.join(sorted(TORCH_DTYPES))}")
+    return TORCH_DTYPES[name]
+
+
+def refuse_device(device: str) -> None:
+    """Raises ``AFDConfigError`` for a device whose exchange does not exist."""
+    if device != "cpu":
+        raise AFDConfigError(
+            f"device is {device!r}; allowed: 'cpu'; the exchange between processes on GPUs is not there yet: leave "
+            "--device out"
+        )
+
+
+def serve_ffn_rank(
+    model: Path, config: AFDConfig, ffn_rank: int, *, device: torch.device, dtype: str, display: Display
+) -> None:
+    """Loads the experts of one FFN rank and serves them until SIGTERM or SIGINT. Needs no engine."""
+    from afd_runtime.server import FFNServer
+
+    name = f"FFN rank {ffn_rank}"
+    spec = ModelSpec.from_pretrained(model)
+    placement = ExpertPlacement(config.placement, spec.num_experts, config.num_attention_ranks, config.num_ffn_ranks)
+    experts = placement.local_experts(ffn_rank)
+    torch_dtype = model_dtype(dtype, spec)
+    progress = functools.partial(display.progress, name)
+    bank = ExpertBank.load(spec, experts, device=device, dtype=torch_dtype, progress=progress)
+    server = FFNServer(config, ffn_rank, spec, bank)
+    with _stopped_by_signals(server.stop):
+        server.start()
+        where = f", listening on {config.listen_host}:{config.port}" if ffn_rank == 0 else ""
+        display.note(name, f"experts {experts.start}-{experts.stop - 1} of {spec.num_experts} ready{where}")
+        server.serve_forever()
+
+
+def run_attention_rank(job: AttentionJob, *, display: Display) -> None:
+    """Attaches to the FFN ranks, generates for the job's prompts with transformers and writes the result."""
+    from afd_runtime.integrations.transformers import load_remote_model
+    from afd_runtime.remote_experts import AttentionSession
+
+    spec = ModelSpec.from_pretrained(job.model)
+    config = AFDConfig(**job.config)
+    device, dtype = torch.device(job.device), model_dtype(job.dtype, spec)
+    session = AttentionSession.connect(config, job.attention_rank, spec, device=device, dtype=dtype)
+    try:
+        model = load_remote_model(job.model, session, dtype=dtype, device=device)
+        display.note(f"attention rank {job.attention_rank}", f"attached, generating for {len(job.prompts)} prompts")
+        stop_ids = _stop_ids(model)
+        prompts = _generate(model, job, stop_ids)
+        layers = {layer: LayerStats(**stats) for layer, stats in session.stats.items()}
+    finally:
+        session.close()
+    Path(job.result_path).write_bytes(msgspec.json.encode(AttentionResult(prompts, layers, stop_ids)))
+
+
+def cut_at_stop(token_ids: list[int], stop_ids: Collection[int]) -> list[int]:
+    """``token_ids`` up to and with the first of ``stop_ids``: a batch goes on until its last prompt has stopped."""
+    return next((token_ids[: i + 1] for i, token in enumerate(token_ids) if token in stop_ids), token_ids)
+
+
+def _generate(model: Any, job: AttentionJob, stop_ids: list[int]) -> list[PromptResult]:
+    prompt_ids = {index: _encode(job.model, prompt) for index, prompt in job.prompts.items()}
+    ids, logits = greedy_generate(
+        model,
+        list(prompt_ids.values()),
+        job.max_new_tokens,
+        job.max_batch_tokens,
+        stop_ids=stop_ids,
+        keep_logits=job.logits_path is not None,
+    )
+    if job.logits_path is not None:
+        torch.save(dict(zip(prompt_ids, logits.unbind(), strict=True)), job.logits_path)
+    results = []
+    for (index, given), row in zip(prompt_ids.items(), ids.tolist(), strict=True):
+        new = cut_at_stop(row, stop_ids)
+        text = None if job.prompts[index].text is None else _tokenizer(job.model).decode(new, skip_special_tokens=True)
+        results.append(PromptResult(index, given, new, text))
+    return results
+
+
+def _stop_ids(model: Any) -> list[int]:
+    """The ids that end generation, as the checkpoint's generation config, or else its config, says."""
+    for config in (model.generation_config, model.config):
+        eos = getattr(config, "eos_token_id", None)
+        if eos is not None:
+            return list(eos) if isinstance(eos, (list, tuple)) else [eos]
+    return []
+
+
+def _encode(model: str, prompt: Prompt) -> list[int]:
+    return list(prompt.ids) if prompt.ids is not None else _tokenizer(model).encode(prompt.text)
+
+
+@functools.cache
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model, local_files_only=True)
+
+
+@contextmanager
+def _stopped_by_signals(stop: Callable[[], object]) -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda *_: stop()) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
