@@ -42,7 +42,7 @@ $(INSTALLED): pyproject.toml | $(VENV)/bin/python
 install: $(INSTALLED)
 
 demo: install
-	$(PY) -m afd_runtime.demo_models
+	$(PY) -m afd_runtime.demo
 
 test: install
 	$(PY) -m pytest tests --ignore=tests/gpu -n $(WORKERS) -ra $(PYTEST_ARGS)
