@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from afd_runtime.errors import AFDConfigError
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 << 20
@@ -23,7 +25,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
-class ModelError(ValueError):
+class ModelError(AFDConfigError):
     """A model directory that cannot be served, with what was found and what is needed."""
 
 

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy generation whose forwards never pass a number of rows; also a stand-alone script for undivided references.
+
+`python afd_runtime/_greedy.py --model PATH --prompts JSON --out FILE.pt` loads the model with its own engine in a
+process that never imports this project: the file imports torch and transformers only, and checks that at the end.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder: its modules must not be importable by their bare names
+
+import argparse
+import inspect
+import json
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@torch.inference_mode()
+def greedy_generate(
+    model: Any,
+    prompt_ids: list[list[int]],
+    max_new_tokens: int,
+    max_batch_tokens: int,
+    *,
+    pad_id: int = 0,
+    stop_ids: Collection[int] = (),
+    keep_logits: bool = True,
+    on_token: Callable[[int, list[int]], None] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Continues every prompt of one left-padded batch; no forward has more than `max_batch_tokens` rows.
+
+    Returns token ids int64[B, T] and the float32 logits [B, T, V] that each was chosen from ([B, 0, V] without
+    `keep_logits`), on the CPU. T is `max_new_tokens`, or less once every row has produced one of `stop_ids`.
+    `on_token(step, tokens)` is called with each step's B tokens. Ties go to the lowest token id.
+    """
+    batch = len(prompt_ids)
+    if not batch or not all(prompt_ids) or max_new_tokens < 1:
+        raise ValueError("prompt_ids must be one or more non-empty lists, and max_new_tokens at least 1.")
+    chunk = max_batch_tokens // batch
+    if chunk < 1:
+        raise ValueError(
+            f"max_batch_tokens {max_batch_tokens} is less than the batch of {batch} prompts; "
+            "raise it on both sides or send fewer prompts at once."
+        )
+    tokens, mask = _left_pad(prompt_ids, pad_id, model.device)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    past, logits, ids = None, None, []
+    kept: list[torch.Tensor] = []
+    done = torch.zeros(batch, dtype=torch.bool)
+    for start in range(0, tokens.shape[1], chunk):
+        end = min(start + chunk, tokens.shape[1])
+        logits, past = _forward(model, tokens[:, start:end], mask[:, :end], positions[:, start:end], past)
+    for step in range(max_new_tokens):
+        if ids:
+            mask = torch.cat([mask, mask.new_ones(batch, 1)], dim=1)
+            last = ids[-1].to(model.device)[:, None]
+            logits, past = _forward(model, last, mask, mask.sum(-1, keepdim=True) - 1, past)
+        logits = logits.float().cpu()
+        chosen = logits.argmax(-1)
+        ids.append(chosen)
+        kept.append(logits if keep_logits else logits[:0])
+        if on_token is not None:
+            on_token(step, chosen.tolist())
+        done |= torch.isin(chosen, torch.tensor(list(stop_ids), dtype=chosen.dtype))
+        if done.all():
+            break
+    scores = torch.stack(kept, dim=1) if keep_logits else torch.empty(batch, 0, logits.shape[-1])
+    return torch.stack(ids, dim=1), scores
+
+
+def _forward(
+    model: Any, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, past: Any
+) -> tuple[torch.Tensor, Any]:
+    """One forward: logits [B, V] after the last token, and the key-value cache, which transformers 5.24 renamed."""
+    cache = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    output = model(
+        input_ids=tokens,
+        attention_mask=mask,
+        position_ids=positions,
+        use_cache=True,
+        logits_to_keep=1,
+        **{cache: past},
+    )
+    return output.logits[:, -1], getattr(output, cache)
+
+
+def _left_pad(prompts: list[list[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask, int64[B, S], with padding on the left."""
+    width = max(map(len, prompts))
+    tokens = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
+
+
+def assert_undivided() -> None:
+    """Raises if a module of this project has been imported into this process."""
+    own = sorted(name for name in sys.modules if name.split(".")[0].startswith("afd_"))
+    if own:
+        raise RuntimeError(f"an undivided reference must not import this project, found {own}.")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Greedy generation by the engine alone.")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--prompts", required=True, help="JSON list of lists of token ids, or a file that holds it")
+    parser.add_argument("--out", required=True, help="torch file: ids [B, T], logits [B, T, V], seconds")
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--max-batch-tokens", type=int, default=2048)
+    parser.add_argument("--pad-id", type=int, default=0)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--attn-implementation", default=None)
+    parser.add_argument("--experts-implementation", default=None)
+    args = parser.parse_args(argv)
+
+    from transformers import AutoModelForCausalLM
+
+    prompts = json.loads(args.prompts if args.prompts.lstrip().startswith("[") else Path(args.prompts).read_text())
+    chosen = {name: getattr(args, name) for name in ("attn_implementation", "experts_implementation")}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype), **chosen)
+    model = model.to(args.device).eval()
+    start = time.perf_counter()
+    ids, logits = greedy_generate(model, prompts, args.max_new_tokens, args.max_batch_tokens, pad_id=args.pad_id)
+    assert_undivided()
+    torch.save({"ids": ids, "logits": logits, "seconds": time.perf_counter() - start}, args.out)
+
+
+if __name__ == "__main__":
+    main()

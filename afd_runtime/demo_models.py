@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small seeded checkpoints of real architectures, for tests, examples and a first run without a download.
+
+Default initialisation would make greedy generation cycle through a few tokens and hide wrong experts, so weights are
+drawn wide enough that routed experts decide the text. Sizes are odd on purpose. Needs transformers to write, only.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB_SIZE = 512
+
+
+@dataclass(frozen=True)
+class DemoModel:
+    """Config of one demo checkpoint, and how wide its weights are drawn (standard deviations)."""
+
+    config: dict[str, Any]
+    expert_std: float = 0.3
+    gate_std: float = 0.16
+    embed_std: float = 0.3
+    shard_size: str = "10MB"
+
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "num_attention_heads": 4}
+_GQA = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+DEMO_MODELS: dict[str, DemoModel] = {
+    "deepseek_v2": DemoModel(
+        {**_MLA, "hidden_size": 72, "intermediate_size": 100, "moe_intermediate_size": 56, "num_hidden_layers": 3,
+         "n_routed_experts": 10, "n_shared_experts": 2, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+         "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 5, "topk_group": 2,
+         "routed_scaling_factor": 1.5}
+    ),
+    "deepseek_v3": DemoModel(
+        {**_MLA, "hidden_size": 64, "intermediate_size": 100, "moe_intermediate_size": 40, "num_hidden_layers": 4,
+         "n_routed_experts": 12, "n_shared_experts": 1, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+         "q_lora_rank": 24, "n_group": 4, "topk_group": 2},
+        shard_size="300KB",
+    ),
+    "glm4_moe": DemoModel(
+        {**_GQA, "hidden_size": 96, "intermediate_size": 104, "moe_intermediate_size": 40, "num_hidden_layers": 3,
+         "n_routed_experts": 18, "n_shared_experts": 1, "num_experts_per_tok": 4, "first_k_dense_replace": 1,
+         "n_group": 1, "topk_group": 1, "use_qk_norm": True}
+    ),
+    "gpt_oss": DemoModel(
+        {**_GQA, "hidden_size": 96, "intermediate_size": 40, "num_hidden_layers": 4, "num_local_experts": 11,
+         "num_experts_per_tok": 3, "sliding_window": 9, "max_position_embeddings": 131072},
+        shard_size="300KB",
+    ),
+    "mixtral": DemoModel(
+        {**_GQA, "hidden_size": 64, "intermediate_size": 56, "num_hidden_layers": 3, "num_local_experts": 10,
+         "num_experts_per_tok": 2, "tie_word_embeddings": True},
+        embed_std=0.1,
+    ),
+    "qwen3_moe": DemoModel(
+        {**_GQA, "hidden_size": 80, "intermediate_size": 96, "moe_intermediate_size": 56, "num_hidden_layers": 4,
+         "num_experts": 20, "num_experts_per_tok": 4, "mlp_only_layers": [1], "norm_topk_prob": True}
+    ),
+}  # fmt: skip
+
+
+def write_demo_model(
+    family: str, path: str | Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, shard_size: str | None = None
+) -> Path:
+    """Writes a checkpoint of `family` (a key of `DEMO_MODELS`) to the new or empty directory `path` and returns it.
+
+    Equal arguments give equal weights. Raises ValueError for an unknown family or a directory that holds something.
+    """
+    path = Path(path)
+    if family not in DEMO_MODELS:
+        raise ValueError(f"family {family!r} is unknown; choose one of {', '.join(DEMO_MODELS)}.")
+    if path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"path {path} is not empty; choose a new directory, or remove this one first.")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    demo = DEMO_MODELS[family]
+    config = AutoConfig.for_model(family, **{**_COMMON, **demo.config})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in sorted(model.state_dict().items()):
+            if not (name == "lm_head.weight" and config.tie_word_embeddings):
+                tensor.copy_(_values(name, tensor.shape, demo, generator))
+    model.save_pretrained(path, max_shard_size=shard_size or demo.shard_size)
+    return path
+
+
+def _values(name: str, shape: torch.Size, demo: DemoModel, generator: torch.Generator) -> torch.Tensor:
+    """Float32 values for one tensor; routers, their selection bias and the biases of experts are never zero."""
+    noise = torch.randn(shape, generator=generator)
+    if "norm" in name:
+        return 1 + 0.1 * noise
+    if name.endswith("e_score_correction_bias"):
+        return 0.1 * noise
+    if ".experts." in name:
+        return demo.expert_std * noise
+    if ".gate." in name or ".router." in name:
+        return demo.gate_std * noise
+    if "embed_tokens" in name:
+        return demo.embed_std * noise
+    return 0.1 * noise
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Write a small Mixture-of-Experts checkpoint.")
+    parser.add_argument("family", choices=sorted(DEMO_MODELS))
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
+    args = parser.parse_args(argv)
+    print(write_demo_model(args.family, args.path, seed=args.seed, dtype=getattr(torch, args.dtype)))
+
+
+if __name__ == "__main__":
+    main()
