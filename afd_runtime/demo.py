@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make demo``: small checkpoints of three families, each served by one attention and two FFN processes and checked."""
+"""``make demo``: small checkpoints of three families, each served by three processes and checked."""
 
 from __future__ import annotations
 

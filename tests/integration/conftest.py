@@ -99,16 +99,18 @@ def serve(afd: Afd, record_property: Callable[[str, object], None]) -> Callable[
         done = afd.run("generate", model, "--check", "--json", "--dtype=float32", *arguments)
         assert done.returncode in (0, 1), done.stderr
         result = json.loads(done.stdout)
-        check = result["check"]
-        record_property(
-            SERVED,
-            f"{model.name} {' '.join(str(a) for a in arguments if '-ranks' in str(a) or '--placement' in str(a))}"
-            f"{' fault=' + afd.env['AFD_TEST_FAULT'] if 'AFD_TEST_FAULT' in afd.env else ''}: {check['matched']}/{check['prompts']} prompts, "
-            f"{check['tokens']} tokens, max logit error {check['max_logit_error']:.1e}, exit {done.returncode}",
-        )
+        fault = afd.env.get("AFD_TEST_FAULT")
+        group = " ".join(str(a) for a in arguments if "-ranks" in str(a) or "--placement" in str(a))
+        what = f"{model.name} {group}{f' fault {fault}' if fault else ''}"
+        record_property(SERVED, f"{what}: {_compared(result['check'])}, exit {done.returncode}")
         return {**result, "exit_code": done.returncode}
 
     return run
+
+
+def _compared(check: dict) -> str:
+    matched, error = f"{check['matched']}/{check['prompts']} prompts", check["max_logit_error"]
+    return f"{matched}, {check['tokens']} tokens, max logit error {error:.1e}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
