@@ -99,7 +99,7 @@ def test_children_die_with_their_owner(number: signal.Signals) -> None:
     program = (
         "import sys, time\n"
         "from afd_runtime.launch import ProcessGroup\n"
-        "with ProcessGroup() as group:\n"
+        "with ProcessGroup(stop_timeout_s=0.3) as group:\n"
         f"    child = group.start('child', [sys.executable, '-c', {STUBBORN!r}], runs_to_end=False)\n"
         "    group.events.get()\n"
         "    print(child.process.pid, flush=True)\n"
