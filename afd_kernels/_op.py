@@ -90,6 +90,11 @@ def workspace_for(workspace: torch.Tensor | None, nbytes: int, device: torch.dev
     return workspace
 
 
+def element_of(dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """A tensor that only tells a kernel an element type; it is never read or written."""
+    return like if like.dtype == dtype else torch.empty(0, dtype=dtype, device=like.device)
+
+
 class Carver:
     """Cuts typed, 128-byte aligned tensors out of one uint8 buffer; with no buffer it only adds up the size."""
 

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrival (FFN side): merge the expert lists of all lanes into one schedule that the grouped GEMMs read.
+
+Pair lists and rows stay where they arrived. The schedule holds, per expert, a prefix over lanes, and one table of row
+tiles; everything is read on the device, so one captured sequence serves every layout. ``schedule_ref`` is its twin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from afd_kernels._op import Carver, check, check_tensor, is_tracing, reference, register, runs_kernel, workspace_for
+from afd_kernels.dispatch import slot_address
+from afd_kernels.message import MAGIC, MODE_ONLINE, VERSION, Header, Lane, MessageLayout, tensor_at
+from afd_kernels.signal import _LANE_FIELDS, _MODE, check_lanes
+
+TILE_SHIFT = 10
+_MAGIC = tl.constexpr(MAGIC)
+_VERSION = tl.constexpr(VERSION)
+_TILE_SHIFT = tl.constexpr(TILE_SHIFT)
+
+
+@dataclass(frozen=True)
+class ExpertSchedule:
+    """Which rows each local expert reads, over all lanes: one ragged metadata object for both GEMMs and the reply.
+
+    A: lanes. E: local experts. A merged row r of expert e belongs to the lane a with
+    ``lane_prefix[e, a] <= r < lane_prefix[e, a + 1]``; its pair is entry ``lane_start[e, a] + r`` of that lane's list.
+
+    row_address, pair_address, weight_address: int64[A], where each lane's rows, pairs and weights lie.
+    lane_base: int32[A + 1], prefix of rows over lanes. lane_prefix: int32[E, A + 1]. lane_start: int32[E, A].
+    expert_base: int32[E + 1], prefix of merged rows over experts. tiles: int32[cap_tiles], ``expert | tile << 10``.
+    num_tiles: int32[1]. error: int32[A], 1 where a lane's header was refused (such a lane contributes nothing).
+    Host constants: block_m, top_k, cap_rows and cap_pairs (over all lanes), hidden_size, row_stride (elements), dtype.
+    """
+
+    row_address: torch.Tensor
+    pair_address: torch.Tensor
+    weight_address: torch.Tensor
+    lane_base: torch.Tensor
+    lane_prefix: torch.Tensor
+    lane_start: torch.Tensor
+    expert_base: torch.Tensor
+    tiles: torch.Tensor
+    num_tiles: torch.Tensor
+    error: torch.Tensor
+    block_m: int
+    top_k: int
+    cap_rows: int
+    cap_pairs: int
+    hidden_size: int
+    row_stride: int
+    dtype: torch.dtype
+
+    @property
+    def num_lanes(self) -> int:
+        return self.row_address.numel()
+
+    @property
+    def num_experts(self) -> int:
+        return self.expert_base.numel() - 1
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The device tensors in declaration order."""
+        return [self.row_address, self.pair_address, self.weight_address, self.lane_base, self.lane_prefix,
+                self.lane_start, self.expert_base, self.tiles, self.num_tiles, self.error]  # fmt: skip
+
+
+def schedule_bytes(num_lanes: int, layout: MessageLayout, block_m: int) -> int:
+    """Bytes of the buffer that ``new_schedule`` cuts up."""
+    carver = Carver()
+    _carve(carver, num_lanes, layout, block_m)
+    return carver.nbytes
+
+
+def new_schedule(
+    num_lanes: int, layout: MessageLayout, *, block_m: int, device: torch.device, row_stride: int | None = None,
+    workspace: torch.Tensor | None = None,
+) -> ExpertSchedule:  # fmt: skip
+    """An unfilled schedule for ``num_lanes`` lanes. block_m: rows of a GEMM tile, a power of two.
+
+    workspace: uint8[``schedule_bytes``(num_lanes, layout, block_m)].
+    """
+    check(block_m >= 1 and block_m & (block_m - 1) == 0, f"block_m is {block_m}; allowed: a power of two")
+    workspace = workspace_for(workspace, schedule_bytes(num_lanes, layout, block_m), device, "schedule_bytes")
+    tensors = _carve(Carver(workspace), num_lanes, layout, block_m)
+    return ExpertSchedule(
+        *tensors, block_m=block_m, top_k=layout.top_k, cap_rows=num_lanes * layout.cap_rows,
+        cap_pairs=num_lanes * layout.cap_rows * layout.top_k, hidden_size=layout.hidden_size,
+        row_stride=layout.hidden_size if row_stride is None else row_stride, dtype=layout.dtype,
+    )  # fmt: skip
+
+
+def _carve(carver: Carver, num_lanes: int, layout: MessageLayout, block_m: int) -> list[torch.Tensor]:
+    experts = layout.num_experts
+    cap_tiles = triton.cdiv(num_lanes * layout.cap_rows * layout.top_k, block_m) + experts
+    return [
+        carver.take((num_lanes,), torch.int64), carver.take((num_lanes,), torch.int64),
+        carver.take((num_lanes,), torch.int64), carver.take((num_lanes + 1,), torch.int32),
+        carver.take((experts, num_lanes + 1), torch.int32), carver.take((experts, num_lanes), torch.int32),
+        carver.take((experts + 1,), torch.int32), carver.take((cap_tiles,), torch.int32),
+        carver.take((1,), torch.int32), carver.take((num_lanes,), torch.int32),
+    ]  # fmt: skip
+
+
+@triton.jit
+def _merge_kernel(
+    slots_ptr, lanes_ptr, x_ptr,
+    row_address_ptr, pair_address_ptr, weight_address_ptr, lane_base_ptr, lane_prefix_ptr, lane_start_ptr,
+    expert_base_ptr, tiles_ptr, num_tiles_ptr, error_ptr,
+    A, E, cap_rows, cap_pairs, offsets_at, pairs_at, weights_at, rows_at,
+    BLOCK_M: tl.constexpr, E_PAD: tl.constexpr, A_PAD: tl.constexpr, LOCAL: tl.constexpr,
+):  # fmt: skip
+    # one program per expert; each computes the whole prefix (a few KB) and writes its own rows of it
+    expert = tl.program_id(0)
+    offs_e, offs_a = tl.arange(0, E_PAD), tl.arange(0, A_PAD)
+    mask_a = offs_a < A
+    if LOCAL:
+        slot = slots_ptr.to(tl.int64) + tl.zeros((A_PAD,), tl.int64)
+        active = mask_a
+    else:
+        slot = tl.load(slots_ptr + offs_a, mask=mask_a, other=0)
+        active = mask_a & (slot != 0) & (tl.load(lanes_ptr + offs_a * _LANE_FIELDS + _MODE, mask=mask_a, other=0) == 1)
+    header = slot.to(tl.pointer_type(tl.int32))
+    rows = tl.load(header + 6, mask=active, other=0)
+    pairs = tl.load(header + 7, mask=active, other=0)
+    magic = tl.load(header, mask=active, other=0)
+    version = tl.load(header + 1, mask=active, other=0)
+    sound = (magic == _MAGIC) & (version == _VERSION) & (rows >= 0) & (rows <= cap_rows)
+    sound = sound & (pairs >= 0) & (pairs <= cap_pairs)
+    error = active & (sound == 0)
+    active = active & sound
+    rows = tl.where(active, rows, 0)
+    offsets = (slot + offsets_at).to(tl.pointer_type(tl.int32))
+    mask = (offs_e[:, None] < E) & active[None, :]
+    start = tl.load(offsets[None, :] + offs_e[:, None], mask=mask, other=0)  # [E_PAD, A_PAD]
+    counts = tl.load(offsets[None, :] + offs_e[:, None] + 1, mask=mask, other=0) - start
+    counts = tl.maximum(counts, 0)
+    after = tl.cumsum(counts, axis=1)
+    total = tl.sum(counts, axis=1)
+    base = tl.cumsum(total, axis=0) - total
+    num_tiles = (total + BLOCK_M - 1) // BLOCK_M
+    first_tile = tl.cumsum(num_tiles, axis=0) - num_tiles
+    mine = offs_e == expert
+    row = mine[:, None] & mask_a[None, :]
+    tl.store(lane_prefix_ptr + expert * (A + 1) + 1 + offs_a[None, :] + offs_e[:, None] * 0, after, mask=row)
+    tl.store(lane_prefix_ptr + expert * (A + 1), 0)
+    tl.store(
+        lane_start_ptr + expert * A + offs_a[None, :] + offs_e[:, None] * 0, start - (after - counts), mask=row
+    )
+    tl.store(expert_base_ptr + expert + offs_e * 0, base, mask=mine)
+    tile_at = tl.sum(tl.where(mine, first_tile, 0), axis=0)
+    tiles_of = tl.sum(tl.where(mine, num_tiles, 0), axis=0)
+    for first in range(0, tiles_of, 128):
+        tile = first + tl.arange(0, 128)
+        tl.store(tiles_ptr + tile_at + tile, expert | (tile << _TILE_SHIFT), mask=tile < tiles_of)
+    if expert == 0:
+        tl.store(expert_base_ptr + E, tl.sum(total, axis=0))
+        tl.store(num_tiles_ptr, tl.sum(num_tiles, axis=0))
+        tl.store(lane_base_ptr, 0)
+        tl.store(lane_base_ptr + 1 + offs_a, tl.cumsum(rows, axis=0), mask=mask_a)
+        tl.store(error_ptr + offs_a, error.to(tl.int32), mask=mask_a)
+        if LOCAL:
+            row_address = x_ptr.to(tl.int64) + tl.zeros((A_PAD,), tl.int64)
+        else:
+            row_address = slot + rows_at
+        tl.store(row_address_ptr + offs_a, row_address, mask=mask_a)
+        tl.store(pair_address_ptr + offs_a, slot + pairs_at, mask=mask_a)
+        tl.store(weight_address_ptr + offs_a, slot + weights_at, mask=mask_a)
+
+
+def arrival(
+    slots: torch.Tensor,
+    lanes: torch.Tensor,
+    layout: MessageLayout,
+    *,
+    block_m: int | None = None,
+    schedule: ExpertSchedule | None = None,
+) -> ExpertSchedule:
+    """Merges the messages in the online lanes' request slots into one schedule. The words have been waited for.
+
+    slots: int64[A], addresses of request slots in this device's memory (0: no such lane). lanes: int64[A, 8]; an offline
+    lane contributes nothing. block_m: rows of a GEMM tile (default 16, or that of ``schedule``). schedule: written.
+    A header with another magic, another version, or more rows or pairs than the slot holds sets ``schedule.error``.
+    """
+    check_tensor("slots", slots, shape=(None,), dtypes=(torch.int64,), like=slots)
+    check_tensor("lanes", lanes, shape=(slots.numel(), 8), dtypes=(torch.int64,), like=slots)
+    check_lanes(lanes, slots)
+    if schedule is None:
+        schedule = new_schedule(slots.numel(), layout, block_m=block_m or 16, device=slots.device)
+    check(
+        block_m in (None, schedule.block_m) and schedule.num_lanes == slots.numel(),
+        f"schedule is for {schedule.num_lanes} lanes and block_m {schedule.block_m}; "
+        f"allowed: {slots.numel()} lanes, block_m {block_m}",
+    )
+    args = (slots, lanes, *schedule.tensors(), layout.num_experts, layout.cap_rows, layout.top_k, layout.hidden_size,
+            layout.dtype, schedule.block_m)  # fmt: skip
+    (_arrival_op if is_tracing() else _arrival)(*args)
+    return schedule
+
+
+def launch_merge(
+    slots: torch.Tensor, lanes: torch.Tensor, x: torch.Tensor, tensors: list[torch.Tensor], layout: MessageLayout,
+    block_m: int, *, local: bool,
+) -> None:  # fmt: skip
+    """The merge kernel. local: ``slots`` is the memory of the one slot itself, and its rows are those of ``x``."""
+    num_lanes = tensors[0].numel()
+    _merge_kernel[(layout.num_experts,)](
+        slots, lanes, x, *tensors, num_lanes, layout.num_experts, layout.cap_rows, layout.cap_rows * layout.top_k,
+        layout.offset("expert_offsets"), layout.offset("pairs"), layout.offset("weights"), layout.offset("rows"),
+        BLOCK_M=block_m, E_PAD=triton.next_power_of_2(layout.num_experts), A_PAD=triton.next_power_of_2(num_lanes),
+        LOCAL=local, num_warps=4,
+    )  # fmt: skip
+
+
+def _arrival(
+    slots: torch.Tensor, lanes: torch.Tensor, row_address: torch.Tensor, pair_address: torch.Tensor,
+    weight_address: torch.Tensor, lane_base: torch.Tensor, lane_prefix: torch.Tensor, lane_start: torch.Tensor,
+    expert_base: torch.Tensor, tiles: torch.Tensor, num_tiles: torch.Tensor, error: torch.Tensor, num_experts: int,
+    cap_rows: int, top_k: int, hidden_size: int, dtype: torch.dtype, block_m: int,
+) -> None:  # fmt: skip
+    layout = MessageLayout(num_experts, cap_rows, top_k, hidden_size, dtype)
+    tensors = [row_address, pair_address, weight_address, lane_base, lane_prefix, lane_start, expert_base, tiles,
+               num_tiles, error]  # fmt: skip
+    if runs_kernel(slots):
+        launch_merge(slots, lanes, slots, tensors, layout, block_m, local=False)
+    else:
+        fill_schedule_ref(slots, lanes, layout, tensors, block_m)
+
+
+@reference
+def fill_schedule_ref(slots, lanes, layout, tensors, block_m, x=None):
+    """Plain-torch merge: fills the schedule's tensors in place. x: where given, the rows lie there (one local slot)."""
+    row_address, pair_address, weight_address, lane_base, lane_prefix, lane_start, expert_base = tensors[:7]
+    tiles, num_tiles, error = tensors[7:]
+    num_lanes, experts = row_address.numel(), layout.num_experts
+    counts = torch.zeros(experts, num_lanes, dtype=torch.int64)
+    starts, rows = torch.zeros_like(counts), torch.zeros(num_lanes, dtype=torch.int64)
+    error.zero_()
+    for lane, (address, state) in enumerate(zip(slots.tolist(), lanes.tolist(), strict=True)):
+        if address == 0 or state[Lane.MODE] != MODE_ONLINE:
+            continue
+        message = layout.views(tensor_at(address, layout.nbytes, slots.device))
+        header = message.header.tolist()
+        sound = header[Header.MAGIC] == MAGIC and header[Header.VERSION] == VERSION
+        sound = sound and 0 <= header[Header.ROWS] <= layout.cap_rows
+        if not (sound and 0 <= header[Header.PAIRS] <= layout.cap_rows * layout.top_k):
+            error[lane] = 1
+            continue
+        offsets = message.expert_offsets.cpu().long()
+        starts[:, lane], counts[:, lane] = offsets[:-1], (offsets[1:] - offsets[:-1]).clamp(min=0)
+        rows[lane] = header[Header.ROWS]
+    for offset, target in (("rows", row_address), ("pairs", pair_address), ("weights", weight_address)):
+        target.copy_(slots + layout.offset(offset))
+    if x is not None:
+        row_address.fill_(x.data_ptr())
+    lane_base[0], lane_prefix[:, 0], expert_base[0] = 0, 0, 0
+    lane_base[1:] = rows.cumsum(0)
+    lane_prefix[:, 1:] = counts.cumsum(1)
+    lane_start.copy_(starts - (counts.cumsum(1) - counts))
+    totals = counts.sum(1)
+    expert_base[1:] = totals.cumsum(0)
+    tiles_of = (totals + block_m - 1) // block_m
+    entries = [e | t << TILE_SHIFT for e, n in enumerate(tiles_of.tolist()) for t in range(n)]
+    num_tiles[0] = len(entries)
+    tiles[: len(entries)] = torch.tensor(entries, dtype=torch.int32)
+
+
+_arrival_op = register("arrival", _arrival, mutates=(
+    "row_address", "pair_address", "weight_address", "lane_base", "lane_prefix", "lane_start", "expert_base", "tiles",
+    "num_tiles", "error",
+))  # fmt: skip

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reply (FFN side): weighted sum over a row's local choices, written straight to the requester, then published.
+
+The sum is in fp32 and in choice order. A choice with weight 0 is masked, not multiplied: what lies there is not read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from afd_kernels._op import check, check_tensor, element_of, is_tracing, reference, register, runs_kernel, workspace_for
+from afd_kernels.arrival import ExpertSchedule
+from afd_kernels.message import HEADER_BYTES, MODE_ONLINE, Lane, ReplyLayout, tensor_at
+from afd_kernels.signal import _EXCHANGE, _LANE_FIELDS, _MODE, arrive_last, check_lanes, lane_word, publish_host, store_release
+
+REPLY_WORKSPACE = 16
+_HEADER_BYTES = tl.constexpr(HEADER_BYTES)
+
+
+@triton.jit
+def weighted_row(y_ptr, weights, row, cols, H, TOP_K: tl.constexpr):
+    """fp32 sum over the choices of one row: sum of ``weights[k] * y[row * TOP_K + k]`` where the weight is not 0."""
+    acc = tl.zeros(cols.shape, tl.float32)
+    for k in tl.static_range(TOP_K):
+        weight = tl.load(weights + k)
+        y = tl.load(y_ptr + (row * TOP_K + k) * H + cols, mask=cols < tl.where(weight != 0.0, H, 0), other=0.0)
+        acc += weight * y.to(tl.float32)
+    return acc
+
+
+@triton.jit
+def _reply_kernel(
+    y_ptr, weight_address_ptr, lane_base_ptr, slots_ptr, lanes_ptr, counter_ptr, out_ptr, H, cap_rows,
+    A: tl.constexpr, A_PAD: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    offs_a, offs_h = tl.arange(0, A_PAD), tl.arange(0, BLOCK_H)
+    ends = tl.load(lane_base_ptr + 1 + offs_a, mask=offs_a < A, other=2147483647)
+    chunks = tl.cdiv(H, BLOCK_H)
+    for work in range(tl.program_id(0), tl.load(lane_base_ptr + A) * chunks, tl.num_programs(0)):
+        row = work // chunks
+        cols = (work % chunks) * BLOCK_H + offs_h
+        lane = tl.sum((row >= ends).to(tl.int32), axis=0)
+        local = (row - tl.load(lane_base_ptr + lane)).to(tl.int64)
+        weights = tl.load(weight_address_ptr + lane).to(tl.pointer_type(tl.float32)) + local * TOP_K
+        acc = weighted_row(y_ptr, weights, row.to(tl.int64), cols, H, TOP_K)
+        out = (tl.load(slots_ptr + lane) + _HEADER_BYTES).to(tl.pointer_type(out_ptr.dtype.element_ty))
+        tl.store(out + local * H + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < H)
+    if arrive_last(counter_ptr, tl.num_programs(0)):
+        for a in range(A):
+            lane_ptr = lanes_ptr + a * _LANE_FIELDS
+            slot = tl.load(slots_ptr + a)
+            if (tl.load(lane_ptr + _MODE) == 1) & (slot != 0):
+                store_release(slot + 120, lane_word(lane_ptr))
+                tl.store(lane_ptr + _EXCHANGE, tl.load(lane_ptr + _EXCHANGE) + 1)
+
+
+def reply(
+    y: torch.Tensor,
+    schedule: ExpertSchedule,
+    reply_slots: torch.Tensor,
+    lanes: torch.Tensor,
+    layout: ReplyLayout,
+    *,
+    workspace: torch.Tensor | None = None,
+) -> None:
+    """Answers every online lane: writes its reply rows, publishes, and advances the lane's exchange.
+
+    y: [cap_rows * top_k, H] as ``experts_forward`` wrote it. reply_slots: int64[A], addresses of the requesters' reply
+    slots, written. lanes: int64[A, 8], EXCHANGE advanced. layout: of the reply slots (its dtype may be float32).
+    workspace: uint8[``REPLY_WORKSPACE``], zeroed once. A lane with zero rows is answered too.
+    """
+    check_tensor("y", y, shape=(None, schedule.hidden_size), dtypes=(schedule.dtype,), like=y)
+    check_tensor("reply_slots", reply_slots, shape=(schedule.num_lanes,), dtypes=(torch.int64,), like=y)
+    check_tensor("lanes", lanes, shape=(schedule.num_lanes, 8), dtypes=(torch.int64,), like=y)
+    check_lanes(lanes, reply_slots)
+    check(
+        layout.hidden_size == schedule.hidden_size,
+        f"layout.hidden_size is {layout.hidden_size}; allowed: the schedule's {schedule.hidden_size}",
+    )
+    workspace = workspace_for(workspace, REPLY_WORKSPACE, y.device, "REPLY_WORKSPACE")
+    args = (y, schedule.weight_address, schedule.lane_base, reply_slots, lanes, workspace, schedule.top_k,
+            layout.cap_rows, layout.dtype)  # fmt: skip
+    (_reply_op if is_tracing() else _reply)(*args)
+
+
+def _reply(
+    y: torch.Tensor, weight_address: torch.Tensor, lane_base: torch.Tensor, reply_slots: torch.Tensor,
+    lanes: torch.Tensor, workspace: torch.Tensor, top_k: int, cap_rows: int, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    num_lanes, hidden = reply_slots.numel(), y.shape[1]
+    if not runs_kernel(y):
+        reply_ref(y, weight_address, lane_base, reply_slots, lanes, top_k, ReplyLayout(cap_rows, hidden, dtype))
+        return
+    block_h = min(1024, triton.next_power_of_2(hidden))
+    grid = max(1, min(num_lanes * cap_rows * triton.cdiv(hidden, block_h), 1024))
+    _reply_kernel[(grid,)](
+        y, weight_address, lane_base, reply_slots, lanes, workspace.view(torch.int32), element_of(dtype, y), hidden, cap_rows,
+        A=num_lanes, A_PAD=triton.next_power_of_2(num_lanes), TOP_K=top_k, BLOCK_H=block_h, num_warps=4,
+    )  # fmt: skip
+
+
+@reference
+def reply_ref(y, weight_address, lane_base, reply_slots, lanes, top_k, layout):
+    """Plain-torch reply."""
+    bases = lane_base.tolist()
+    for lane, (address, state) in enumerate(zip(reply_slots.tolist(), lanes.tolist(), strict=True)):
+        if address == 0 or state[Lane.MODE] != MODE_ONLINE:
+            continue
+        rows = bases[lane + 1] - bases[lane]
+        slot = layout.views(tensor_at(address, layout.nbytes, y.device))
+        if rows:
+            weights = tensor_at(int(weight_address[lane]), 4 * rows * top_k, y.device).view(torch.float32)
+            mine = y[bases[lane] * top_k : bases[lane + 1] * top_k].view(rows, top_k, -1)
+            slot.rows[:rows] = weighted_sum_ref(mine, weights.view(rows, top_k)).to(layout.dtype)
+        word = state[Lane.WORD] | state[Lane.EXCHANGE]
+        if y.device.type == "cpu":
+            publish_host(address, word)
+        else:
+            slot.signal.fill_(word)
+        lanes[lane, Lane.EXCHANGE] += 1
+
+
+@reference
+def weighted_sum_ref(y, weights):
+    """sum over choices of weights[M, k] * y[M, k, H] in fp32, in choice order; a choice with weight 0 is masked."""
+    out = torch.zeros(y.shape[0], y.shape[2], dtype=torch.float32, device=y.device)
+    for k in range(y.shape[1]):
+        out += torch.where(weights[:, k, None] != 0, weights[:, k, None] * y[:, k].float(), 0.0)
+    return out
+
+
+_reply_op = register("reply", _reply, mutates=("lanes", "workspace"))

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals: publish a word in a peer's slot, wait for words in one's own, with abort and time limit.
+
+A signal word is session | step | exchange (``message.signal_word``). A waiter passes on equality. A word of another
+session, or a newer one of the same session, is a protocol error and is reported at once; an older one is waited out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import threading
+import time
+
+import torch
+import triton
+import triton.language as tl
+
+from afd_kernels._op import INTERPRETED, check, check_tensor, is_tracing, reference, register, runs_kernel
+from afd_kernels.message import LANE_FIELDS, MODE_ONLINE, SIGNAL_OFFSET, Lane
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+_SIGNAL_OFFSET = tl.constexpr(SIGNAL_OFFSET)
+_WORD = tl.constexpr(int(Lane.WORD))
+_EXCHANGE = tl.constexpr(int(Lane.EXCHANGE))
+_MODE = tl.constexpr(int(Lane.MODE))
+_LANE_FIELDS = tl.constexpr(LANE_FIELDS)
+_SESSION_BITS = tl.constexpr(48)
+_BELOW_SESSION = tl.constexpr((1 << 48) - 1)
+ABORT_EVERY = 64
+INTERPRETER_POLLS = 64
+
+
+class Status(enum.IntEnum):
+    """Index of each int64 in a status cell ``int64[8]``."""
+
+    CODE = 0
+    PEER = 1
+    EXPECTED = 2
+    OBSERVED = 3
+
+
+class StatusCode(enum.IntEnum):
+    """Why a wait ended without its words."""
+
+    OK = 0
+    TIMEOUT = 1
+    ABORTED = 2
+    PROTOCOL = 3
+
+
+@triton.jit
+def store_release(address, word):
+    """System-scope release store of one 64-bit word at an int64 address."""
+    if _INTERPRETED:
+        tl.atomic_xchg(address.to(tl.pointer_type(tl.int64)), word)
+    else:
+        tl.inline_asm_elementwise(
+            "st.release.sys.global.u64 [$1], $2; mov.u32 $0, 0;",
+            "=r,l,l",
+            [address, word],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def load_acquire(address):
+    """System-scope acquire load of 64-bit words at int64 addresses."""
+    if _INTERPRETED:
+        return tl.load(address.to(tl.pointer_type(tl.int64)))
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.u64 $0, [$1];", "=l,l", [address], dtype=tl.int64, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _global_timer():
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def arrive_last(counter_ptr, num_programs):
+    """Block barrier, then a gpu-scope acq_rel arrival; True in the last program of the grid, which resets the counter."""
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+    last = arrived == num_programs - 1
+    if last:
+        tl.store(counter_ptr, 0)
+    return last
+
+
+@triton.jit
+def lane_word(lane_ptr):
+    """The word that the lane publishes or expects in its current exchange."""
+    return tl.load(lane_ptr + _WORD) | tl.load(lane_ptr + _EXCHANGE)
+
+
+@triton.jit
+def _wait_kernel(
+    slots_ptr, lanes_ptr, abort_ptr, status_ptr, limit, D,
+    LANE_STRIDE: tl.constexpr, D_PAD: tl.constexpr, ABORT_EVERY: tl.constexpr,
+):  # fmt: skip
+    offs = tl.arange(0, D_PAD)
+    mask = offs < D
+    lane = lanes_ptr + offs * LANE_STRIDE
+    slot = tl.load(slots_ptr + offs, mask=mask, other=0)
+    online = tl.load(lane + _MODE, mask=mask, other=0) == 1
+    waited = mask & online & (slot != 0)
+    expected = tl.load(lane + _WORD, mask=mask, other=0) | tl.load(lane + _EXCHANGE, mask=mask, other=0)
+    # a lane that is not waited for polls the first waited slot: every thread of the vector loads some valid word
+    any_slot = tl.max(tl.where(waited, slot, 0), axis=0)
+    address = tl.where(waited, slot, any_slot) + _SIGNAL_OFFSET
+    code = 0
+    polls = tl.full((), 0, tl.int64)
+    if _INTERPRETED:
+        start = polls
+    else:
+        start = _global_timer()
+    pending = tl.sum(waited.to(tl.int32), axis=0)
+    observed = tl.zeros((D_PAD,), tl.int64)
+    missing = waited
+    while pending > 0:
+        observed = load_acquire(address)
+        missing = waited & (observed != expected)
+        pending = tl.sum(missing.to(tl.int32), axis=0)
+        foreign = missing & (observed != 0) & ((observed >> _SESSION_BITS) != (expected >> _SESSION_BITS))
+        newer = missing & ((observed & _BELOW_SESSION) > (expected & _BELOW_SESSION))
+        if tl.sum((foreign | newer).to(tl.int32), axis=0) > 0:
+            code = 3
+            missing = foreign | newer
+            pending = 0
+        polls += 1
+        if pending > 0:
+            if polls % ABORT_EVERY == 0:
+                if tl.load(abort_ptr, volatile=True) != 0:
+                    code = 2
+                    pending = 0
+            if _INTERPRETED:
+                now = polls
+            else:
+                now = _global_timer()
+            if (pending > 0) & (now - start > limit):
+                code = 1
+                pending = 0
+    if code != 0:
+        peer = tl.min(tl.where(missing, offs, D_PAD), axis=0)
+        tl.store(status_ptr + 1, peer.to(tl.int64))
+        tl.store(status_ptr + 2, tl.sum(tl.where(offs == peer, expected, 0), axis=0))
+        tl.store(status_ptr + 3, tl.sum(tl.where(offs == peer, observed, 0), axis=0))
+        tl.store(status_ptr, code.to(tl.int64))
+
+
+def wait(
+    slots: torch.Tensor,
+    lanes: torch.Tensor,
+    *,
+    abort: torch.Tensor,
+    status: torch.Tensor,
+    timeout_s: float,
+) -> None:
+    """Waits until every online peer's slot holds the word its lane expects (``WORD | EXCHANGE``).
+
+    slots: int64[D], addresses of slots (0: no such peer). lanes: int64[8] (one lane, all peers) or int64[D, 8].
+    abort: int32[1], a non-zero value ends the wait. status: int64[8], written only where the wait failed (``Status``).
+    timeout_s: seconds by the device clock; the interpreter counts polls instead.
+    """
+    _check_wait(slots, lanes, abort, status, timeout_s)
+    if is_tracing():
+        _wait_op(slots, lanes, abort, status, float(timeout_s))
+    else:
+        _wait(slots, lanes, abort, status, float(timeout_s))
+
+
+def _wait(
+    slots: torch.Tensor, lanes: torch.Tensor, abort: torch.Tensor, status: torch.Tensor, timeout_s: float
+) -> None:
+    if slots.numel() == 0:
+        return
+    if not runs_kernel(slots):
+        wait_ref(slots, lanes, abort=abort, status=status, timeout_s=timeout_s)
+        return
+    limit = INTERPRETER_POLLS if INTERPRETED else int(timeout_s * 1e9)
+    _wait_kernel[(1,)](
+        slots, lanes, abort, status, limit, slots.numel(), LANE_STRIDE=LANE_FIELDS if lanes.dim() == 2 else 0,
+        D_PAD=max(32, triton.next_power_of_2(slots.numel())), ABORT_EVERY=ABORT_EVERY, num_warps=1,
+    )  # fmt: skip
+
+
+_ORDER = threading.Lock()
+
+
+def host_fence() -> None:
+    """Orders this thread's memory accesses: a lock's acquire and release are barriers on every CPU that Python runs on."""
+    with _ORDER:
+        pass
+
+
+def publish_host(address: int, word: int) -> None:
+    """Stores a signal word in CPU memory after everything this thread wrote before."""
+    host_fence()
+    ctypes.c_int64.from_address(address + SIGNAL_OFFSET).value = word
+
+
+@reference
+def wait_ref(
+    slots: torch.Tensor, lanes: torch.Tensor, *, abort: torch.Tensor, status: torch.Tensor, timeout_s: float
+) -> None:
+    """``wait`` on the host, with a back-off that leaves the core to the process that is being waited for."""
+    states = lanes.expand(slots.numel(), LANE_FIELDS).tolist()
+    pending = {
+        peer: (ctypes.c_int64.from_address(address + SIGNAL_OFFSET), state[Lane.WORD] | state[Lane.EXCHANGE])
+        for peer, (address, state) in enumerate(zip(slots.tolist(), states, strict=True))
+        if address and state[Lane.MODE] == MODE_ONLINE
+    }
+    deadline, pause, polls = time.monotonic() + timeout_s, 0.0, 0
+    while pending:
+        for peer, (cell, expected) in list(pending.items()):
+            observed = cell.value
+            if observed == expected:
+                del pending[peer]
+            elif observed != 0 and (observed >> 48 != expected >> 48 or _sequence(observed) > _sequence(expected)):
+                return _report(status, StatusCode.PROTOCOL, peer, expected, observed)
+        if not pending:
+            break
+        peer, (cell, expected) = next(iter(pending.items()))
+        if int(abort[0]):
+            return _report(status, StatusCode.ABORTED, peer, expected, cell.value)
+        if time.monotonic() > deadline:
+            return _report(status, StatusCode.TIMEOUT, peer, expected, cell.value)
+        polls += 1
+        pause = 0.0 if polls < 20 else min(500e-6, pause + 20e-6)
+        time.sleep(pause)
+    host_fence()
+    return None
+
+
+def _sequence(word: int) -> int:
+    return word & ((1 << 48) - 1)
+
+
+def _report(status: torch.Tensor, code: StatusCode, peer: int, expected: int, observed: int) -> None:
+    status[Status.PEER], status[Status.EXPECTED], status[Status.OBSERVED] = peer, expected, observed
+    status[Status.CODE] = int(code)
+
+
+def _check_wait(
+    slots: torch.Tensor, lanes: torch.Tensor, abort: torch.Tensor, status: torch.Tensor, timeout_s: float
+) -> None:
+    check_tensor("slots", slots, shape=(None,), dtypes=(torch.int64,), like=slots)
+    check_lanes(lanes, slots)
+    check_tensor("abort", abort, shape=(1,), dtypes=(torch.int32,), like=slots)
+    check_tensor("status", status, shape=(8,), dtypes=(torch.int64,), like=slots)
+    check(timeout_s > 0, f"timeout_s is {timeout_s}; allowed: above 0 seconds")
+
+
+def check_lanes(lanes: torch.Tensor, slots: torch.Tensor, *, one: bool = False) -> None:
+    """Checks a lane state: int64[8], or (unless ``one``) int64[D, 8] for D slots."""
+    shape = (LANE_FIELDS,) if one or lanes.dim() == 1 else (slots.shape[0], LANE_FIELDS)
+    check_tensor("lane" if one else "lanes", lanes, shape=shape, dtypes=(torch.int64,), like=slots)
+    check(lanes.is_contiguous(), "lanes is not contiguous; allowed: contiguous int64[8] or int64[D, 8]")
+
+
+_wait_op = register("wait", _wait, mutates=("status",))
