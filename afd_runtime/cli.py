@@ -8,7 +8,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+try:
+    import typer
+except ImportError:
+    sys.exit("afd: this command needs more than the kernels; install it with: pip install 'afd[transformers]'")
 
 EXIT_MISMATCH, EXIT_REFUSED, EXIT_FAILED, EXIT_INTERRUPTED = 1, 2, 3, 130
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import tempfile
 import time
@@ -105,6 +106,8 @@ def generate(request: GenerateRequest, display: Display) -> GenerateReport:
 def validate(request: GenerateRequest) -> ModelSpec:
     """Refuses what cannot work, before anything is loaded or started. Returns what the checkpoint is."""
     refuse_device(request.device)
+    if importlib.util.find_spec("transformers") is None:
+        raise AFDConfigError("transformers is not installed; install it with: pip install 'afd[transformers]'")
     if request.max_new_tokens < 1:
         raise AFDConfigError(f"max_new_tokens is {request.max_new_tokens}; allowed: 1 or more")
     if not request.prompts:
