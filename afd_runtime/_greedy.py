@@ -51,13 +51,10 @@ def greedy_generate(
             "raise it on both sides or send fewer prompts at once."
         )
     tokens, mask = _left_pad(prompt_ids, pad_id, model.device)
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    past, logits, ids = None, None, []
+    logits, past = _prefill(model, tokens, mask, chunk)
+    ids: list[torch.Tensor] = []
     kept: list[torch.Tensor] = []
     done = torch.zeros(batch, dtype=torch.bool)
-    for start in range(0, tokens.shape[1], chunk):
-        end = min(start + chunk, tokens.shape[1])
-        logits, past = _forward(model, tokens[:, start:end], mask[:, :end], positions[:, start:end], past)
     for step in range(max_new_tokens):
         if ids:
             mask = torch.cat([mask, mask.new_ones(batch, 1)], dim=1)
@@ -66,7 +63,8 @@ def greedy_generate(
         logits = logits.float().cpu()
         chosen = logits.argmax(-1)
         ids.append(chosen)
-        kept.append(logits if keep_logits else logits[:0])
+        if keep_logits:
+            kept.append(logits)
         if on_token is not None:
             on_token(step, chosen.tolist())
         done |= torch.isin(chosen, torch.tensor(list(stop_ids), dtype=chosen.dtype))
@@ -74,6 +72,16 @@ def greedy_generate(
             break
     scores = torch.stack(kept, dim=1) if keep_logits else torch.empty(batch, 0, logits.shape[-1])
     return torch.stack(ids, dim=1), scores
+
+
+def _prefill(model: Any, tokens: torch.Tensor, mask: torch.Tensor, chunk: int) -> tuple[torch.Tensor, Any]:
+    """The prompts in forwards of at most `chunk` columns; logits [B, V] after the last one, and the cache."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits, past = None, None
+    for start in range(0, tokens.shape[1], chunk):
+        end = min(start + chunk, tokens.shape[1])
+        logits, past = _forward(model, tokens[:, start:end], mask[:, :end], positions[:, start:end], past)
+    return logits, past
 
 
 def _forward(
