@@ -1,0 +1,458 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control plane of one FFN rank. FFN rank 0 is also the rendezvous, and the sequencer where lanes span FFN ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from afd_runtime.config import AFDConfig
+from afd_runtime.control_plane.fingerprint import check_peer, machine_id
+from afd_runtime.control_plane.messages import (
+    Abort,
+    Aborted,
+    Announce,
+    Attach,
+    Attached,
+    Detach,
+    Fingerprint,
+    Hello,
+    LayerTotals,
+    Message,
+    Order,
+    Participant,
+    Peer,
+    Pending,
+    Refused,
+    Register,
+    Registered,
+    Shutdown,
+    Stats,
+    StatsRequest,
+    Welcome,
+)
+from afd_runtime.control_plane.sequencer import Sequencer
+from afd_runtime.control_plane.transport import Link, Watcher, endpoint_of
+from afd_runtime.errors import AFDAttachError, AFDError, AFDProtocolError, AFDRefusedError, AFDShutdownError
+from afd_runtime.topology import ExpertPlacement
+from afd_runtime.window import Fabric, Window, WindowLayout
+
+logger = logging.getLogger("afd_runtime.ffn")
+
+MAX_SESSION = 0xFFFF
+
+
+@dataclass(eq=False)
+class AttachedRank:
+    """One attached attention rank: its windows, and for each stage the last step that it gave up."""
+
+    attention_rank: int
+    session: int
+    link: Link
+    request: Window
+    reply: Window
+    given_up: list[int]
+    announced: list[int]
+    lost: str | None = None
+
+    def in_step(self, stage: int, lane_step: int) -> bool:
+        return self.lost is None and lane_step > self.given_up[stage]
+
+    def close(self) -> None:
+        self.request.close()
+        self.reply.close()
+
+
+@dataclass(eq=False)
+class ActiveStep:
+    """A step that the loop is in. ``abort`` is its abort cell; ``members`` the lanes still in it, by attention rank."""
+
+    order: Order
+    abort: torch.Tensor
+    members: dict[int, tuple[AttachedRank, Participant]] = field(default_factory=dict)
+
+
+class FFNControlPlane:
+    """Registers, attaches, orders steps, notices losses. Handlers run on the watcher thread, the rest on the loop's."""
+
+    def __init__(
+        self,
+        config: AFDConfig,
+        ffn_rank: int,
+        placement: ExpertPlacement,
+        layout: WindowLayout,
+        fabric: Fabric,
+        fingerprint: Fingerprint,
+        totals: Callable[[], dict[int, LayerTotals]],
+    ) -> None:
+        placement.local_experts(ffn_rank)  # checks the rank
+        self.config, self.ffn_rank, self.placement, self.layout, self.fabric = config, ffn_rank, placement, layout, fabric
+        self.name = f"FFN rank {ffn_rank}"
+        self.ranks: dict[int, AttachedRank] = {}
+        self.active: dict[int, ActiveStep] = {}
+        self.endpoint = ""
+        self._fingerprint, self._totals, self._token = fingerprint, totals, config.token()
+        self._changed = threading.Condition()
+        self._sequencer = Sequencer(config.num_stages)
+        self._orders: list[deque[Order]] = [deque() for _ in range(config.num_stages)]
+        self._stopping: AFDError | None = None
+        self._roster: dict[int, tuple[Link, str]] = {}
+        self._sessions: dict[Link, tuple[int, int]] = {}  # attention ranks that said hello: rank, session
+        self._waiting: dict[Link, Hello] = {}
+        self._last_session = 0
+        self._root: Link | None = None
+        self._registered: Registered | Refused | None = None
+        self._watcher = Watcher(self.name, self._on_message, self._on_lost, config.liveness_timeout_s)
+        self._handlers: dict[type, Callable] = {
+            Register: self._on_register, Registered: self._on_registered, Refused: self._on_registered,
+            Hello: self._on_hello, Attach: self._on_attach, Announce: self._on_announce, Order: self._on_order,
+            Abort: self._on_abort, Detach: self._on_detach, StatsRequest: self._on_stats, Shutdown: self._on_shutdown,
+        }  # fmt: skip
+
+    @property
+    def bad_frames(self) -> int:
+        """Control frames that were dropped because they were no message, or no message for this place."""
+        return self._watcher.bad_frames
+
+    # -- from the server's threads --------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Binds; an FFN rank past 0 registers at FFN rank 0. Raises ``AFDRefusedError`` or ``AFDAttachError``."""
+        port = self.config.port if self.ffn_rank == 0 else 0
+        self.endpoint = self._watcher.bind(self.config.listen_host, port)
+        self._watcher.start()
+        if self.ffn_rank == 0:
+            return
+        root = endpoint_of(self.config.host, self.config.port)
+        me = Peer(self.ffn_rank, os.getpid(), machine_id(), self._fingerprint, self._token)
+        self._root = self._watcher.connect("FFN rank 0", root)
+        self._watcher.send(self._root, Register(me, self.endpoint))
+        with self._changed:
+            self._changed.wait_for(lambda: self._registered is not None, self.config.attach_timeout_s)
+            answer = self._registered
+        if isinstance(answer, Registered):
+            return
+        self._watcher.stop()
+        if isinstance(answer, Refused):
+            raise AFDRefusedError(answer.field, answer.message)
+        raise AFDAttachError(
+            f"FFN rank 0 at {root} did not answer within attach_timeout_s={self.config.attach_timeout_s:g}; start it, or "
+            "correct host and port"
+        )
+
+    def next_order(self, stage: int | None = None) -> Order:
+        """Waits for the next step of ``stage`` (None: of any).
+
+        Raises ``AFDShutdownError`` once a stop was asked for, ``AFDError`` where FFN rank 0 was lost.
+        """
+        stages = range(self.config.num_stages) if stage is None else (stage,)
+        with self._changed:
+            while True:
+                if self._stopping is not None:
+                    raise self._stopping
+                for index in stages:
+                    if self._orders[index]:
+                        return self._orders[index].popleft()
+                order = self._sequencer.take(stage)
+                if order is not None:
+                    if self.placement.kind == "sharded":
+                        for link, _ in self._roster.values():
+                            self._watcher.send(link, order)
+                    return order
+                self._changed.wait()
+
+    def enter_step(self, order: Order, abort: torch.Tensor) -> list[tuple[AttachedRank, Participant]]:
+        """The lanes of ``order`` that are served here and still in it; from now on a loss among them sets ``abort``."""
+        with self._changed:
+            step = ActiveStep(order, abort)
+            for participant in order.participants:
+                lane = self.ranks.get(participant.attention_rank)
+                if lane and lane.session == participant.session and lane.in_step(order.stage, participant.lane_step):
+                    step.members[participant.attention_rank] = (lane, participant)
+            abort.zero_()
+            if step.members:
+                self.active[order.stage] = step
+            return list(step.members.values())
+
+    def take_losses(self, stage: int) -> list[tuple[int, str]]:
+        """(attention rank, why) of the lanes that left the active step; their slots are not touched after this call."""
+        with self._changed:
+            step = self.active[stage]
+            step.abort.zero_()
+            return [(rank, self._remove(step, rank)) for rank in list(step.members) if self._has_left(step, rank)]
+
+    def drop(self, stage: int, attention_rank: int, reason: str, layer: int | None) -> None:
+        """Takes a lane out of the active step and tells its attention rank why."""
+        with self._changed:
+            step = self.active[stage]
+            lane, participant = step.members.pop(attention_rank)
+            lane.given_up[stage] = max(lane.given_up[stage], participant.lane_step)
+            self._watcher.send(lane.link, Abort(stage, participant.lane_step, reason, layer))
+
+    def leave_step(self, stage: int) -> None:
+        """The loop is done with the active step of this stage."""
+        with self._changed:
+            step = self.active.pop(stage, None)
+            if step is not None:
+                for rank in list(step.members):
+                    if self._has_left(step, rank):
+                        self._remove(step, rank)
+            self._changed.notify_all()
+
+    def request_stop(self) -> None:
+        """Asks for a stop from a signal handler: takes no lock."""
+        self._watcher.post(lambda: self.stop_serving("it was asked to stop"))
+
+    def stop_serving(self, reason: str) -> None:
+        """No further step begins; a step that is active goes on."""
+        with self._changed:
+            self._stopping = self._stopping or AFDShutdownError(f"{self.name} ends: {reason}")
+            self._changed.notify_all()
+
+    def close(self, reason: str) -> None:
+        """Tells every peer, waits until that has been sent, frees the windows. Idempotent."""
+        self.stop_serving(reason)
+        with self._changed:
+            for link in [*self._sessions, *(lane.link for lane in self.ranks.values()), *self._waiting]:
+                self._watcher.send(link, Shutdown(reason))
+            for link, _ in self._roster.values():
+                self._watcher.send(link, Shutdown(reason))
+        self._watcher.stop()
+        for lane in self.ranks.values():
+            lane.close()
+        self.ranks.clear()
+
+    # -- inside the lock -------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _has_left(step: ActiveStep, attention_rank: int) -> bool:
+        lane, participant = step.members[attention_rank]
+        return not lane.in_step(step.order.stage, participant.lane_step)
+
+    def _remove(self, step: ActiveStep, attention_rank: int) -> str:
+        lane, participant = step.members.pop(attention_rank)
+        if lane.lost is None:
+            self._watcher.send(lane.link, Aborted(step.order.stage, participant.lane_step))
+            return "gave the step up"
+        self._free(lane)
+        return lane.lost
+
+    def _forget(self, lane: AttachedRank, reason: str) -> None:
+        """The rank is gone: its place is free, its steps go on without it. Memory goes with the last step that has it."""
+        lane.lost = reason
+        self.ranks.pop(lane.attention_rank, None)
+        self._sequencer.withdraw(lane.attention_rank, lane.session)
+        for step in self.active.values():
+            if any(member is lane for member, _ in step.members.values()):
+                step.abort.fill_(1)
+        self._free(lane)
+        logger.info("%s: attention rank %d left: %s", self.name, lane.attention_rank, reason)
+
+    def _free(self, lane: AttachedRank) -> None:
+        if not any(member is lane for step in self.active.values() for member, _ in step.members.values()):
+            lane.close()
+
+    def _lane_of(self, link: Link) -> AttachedRank:
+        for lane in self.ranks.values():
+            if lane.link is link:
+                return lane
+        raise AFDProtocolError(f"{link.name} is not attached")
+
+    # -- on the watcher thread -------------------------------------------------------------------------------------
+
+    def _on_message(self, link: Link, message: Message) -> None:
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise AFDProtocolError(f"{link.name} sent {type(message).__name__}, which an FFN rank does not receive")
+        with self._changed:
+            handler(link, message)
+
+    def _on_lost(self, link: Link, reason: str) -> None:
+        with self._changed:
+            if link is self._root:
+                self._stopping = self._stopping or AFDError(f"{self.name} ends: FFN rank 0 was lost: {reason}")
+            self._sessions.pop(link, None)
+            for lane in list(self.ranks.values()):
+                if lane.link is link:
+                    self._forget(lane, reason)
+            for ffn_rank, (peer, _) in list(self._roster.items()):
+                if peer is link:
+                    del self._roster[ffn_rank]
+                    logger.warning("%s: FFN rank %d was lost: %s", self.name, ffn_rank, reason)
+            self._changed.notify_all()
+
+    def _refuse(self, link: Link, refusal: Refused) -> None:
+        logger.warning("%s refused %s: %s", self.name, link.name, refusal.message)
+        self._watcher.send(link, refusal)
+
+    def _on_register(self, link: Link, message: Register) -> None:
+        peer = message.peer
+        refusal = check_peer(peer, "FFN", self.config.num_ffn_ranks, self._fingerprint, self._token, self.name)
+        if refusal is None and (self.ffn_rank != 0 or peer.rank == 0):
+            refusal = Refused("rank", f"FFN rank {peer.rank} registers at FFN rank {self.ffn_rank}; start only one FFN rank 0")
+        if refusal is None and peer.rank in self._roster:
+            refusal = Refused(
+                "rank", f"FFN rank {peer.rank} is already registered, by process {self._roster[peer.rank][0].pid}; end it first"
+            )
+        if refusal is not None:
+            return self._refuse(link, refusal)
+        link.name = f"FFN rank {peer.rank}"
+        self._roster[peer.rank] = (link, message.endpoint)
+        self._watcher.send(link, Registered(os.getpid()))
+        self._watcher.watch(link, peer.pid)
+        waiting, self._waiting = self._waiting, {}
+        for waiter, hello in waiting.items():
+            self._on_hello(waiter, hello)
+        return None
+
+    def _on_registered(self, link: Link, message: Registered | Refused) -> None:
+        if link is not self._root:
+            raise AFDProtocolError(f"{link.name} sent {type(message).__name__}, which only FFN rank 0 sends")
+        if isinstance(message, Registered):
+            self._watcher.watch(link, message.pid)
+        self._registered = message
+        self._changed.notify_all()
+
+    def _on_hello(self, link: Link, message: Hello) -> None:
+        peer = message.peer
+        refusal = check_peer(
+            peer, "attention", self.config.num_attention_ranks, self._fingerprint, self._token, self.name
+        )
+        taken = next((other for other, (rank, _) in self._sessions.items() if rank == peer.rank and other is not link), None)
+        if refusal is None and taken is not None:
+            refusal = Refused(
+                "rank",
+                f"attention rank {peer.rank} is already attached, by process {taken.pid}; choose a free rank, or end it",
+            )
+        if refusal is None and self.ffn_rank != 0:
+            refusal = Refused("rank", f"{self.name} is not the rendezvous; connect to FFN rank 0")
+        if refusal is not None:
+            return self._refuse(link, refusal)
+        link.name = f"attention rank {peer.rank}"
+        missing = tuple(f for f in range(1, self.config.num_ffn_ranks) if f not in self._roster)
+        if missing:
+            self._waiting[link] = message
+            self._watcher.send(link, Pending(missing))
+            return None
+        endpoints = (self.endpoint, *(self._roster[f][1] for f in range(1, self.config.num_ffn_ranks)))
+        session = self._new_session()
+        self._sessions[link] = (peer.rank, session)
+        self._watcher.watch(link, peer.pid)
+        self._watcher.send(link, Welcome(session, endpoints, os.getpid()))
+        return None
+
+    def _new_session(self) -> int:
+        used = {session for _, session in self._sessions.values()}
+        while True:
+            self._last_session = self._last_session % MAX_SESSION + 1
+            if self._last_session not in used:
+                return self._last_session
+
+    def _on_attach(self, link: Link, message: Attach) -> None:
+        peer = message.peer
+        refusal = check_peer(
+            peer, "attention", self.config.num_attention_ranks, self._fingerprint, self._token, self.name
+        )
+        if refusal is None and self.ffn_rank not in self.placement.peers(peer.rank):
+            refusal = Refused(
+                "placement", f"{self.name} does not serve attention rank {peer.rank}; it serves "
+                f"{list(self.placement.attention_peers(self.ffn_rank))}"
+            )  # fmt: skip
+        if refusal is None and not 1 <= message.session <= MAX_SESSION:
+            refusal = Refused("session", f"session is {message.session}; allowed: 1 … {MAX_SESSION}")
+        if refusal is None and peer.rank in self.ranks:
+            refusal = Refused("rank", f"attention rank {peer.rank} is already attached to {self.name}; end that process")
+        if refusal is not None:
+            return self._refuse(link, refusal)
+        try:
+            reply = self.fabric.open(message.reply_handle, self.layout.reply_nbytes)
+            request = self.fabric.allocate(self.layout.request_nbytes)
+        except AFDError as error:
+            return self._refuse(link, Refused("window", f"{self.name}: {error}"))
+        link.name = f"attention rank {peer.rank}"
+        none = [-1] * self.config.num_stages
+        lane = AttachedRank(peer.rank, message.session, link, request, reply, given_up=none, announced=list(none))
+        self.ranks[peer.rank] = lane
+        self._watcher.watch(link, peer.pid)
+        self._watcher.send(link, Attached(self.ffn_rank, os.getpid(), request.handle))
+        logger.info(
+            "%s: attention rank %d attached (session %d, process %d, windows %d + %d bytes)",
+            self.name, peer.rank, message.session, peer.pid, self.layout.request_nbytes, self.layout.reply_nbytes,
+        )  # fmt: skip
+        return None
+
+    def _on_announce(self, link: Link, message: Announce) -> None:
+        lane = self._lane_of(link)
+        self._check_stage(message.stage)
+        if self.placement.sequencer(lane.attention_rank) != self.ffn_rank:
+            raise AFDProtocolError(f"{link.name} announces to {self.name}, which is not its sequencer")
+        if not 0 <= message.rows <= self.config.max_batch_tokens:
+            raise AFDProtocolError(f"{link.name} announces {message.rows} rows; allowed: 0 … {self.config.max_batch_tokens}")
+        if not lane.announced[message.stage] < message.lane_step < 1 << 32:
+            raise AFDProtocolError(f"{link.name} announces step {message.lane_step} after {lane.announced[message.stage]}")
+        lane.announced[message.stage] = message.lane_step
+        if lane.in_step(message.stage, message.lane_step):
+            self._sequencer.announce(lane.attention_rank, lane.session, message)
+            self._changed.notify_all()
+
+    def _on_order(self, link: Link, message: Order) -> None:
+        if link is not self._root:
+            raise AFDProtocolError(f"{link.name} sent Order, which only FFN rank 0 sends")
+        self._check_stage(message.stage)
+        self._orders[message.stage].append(message)
+        self._changed.notify_all()
+
+    def _on_abort(self, link: Link, message: Abort) -> None:
+        lane = self._lane_of(link)
+        self._check_stage(message.stage)
+        lane.given_up[message.stage] = max(lane.given_up[message.stage], message.lane_step)
+        self._sequencer.withdraw(lane.attention_rank, lane.session, message.stage, message.lane_step)
+        step = self.active.get(message.stage)
+        member = step.members.get(lane.attention_rank) if step else None
+        if step is not None and member is not None and member[0] is lane and member[1].lane_step <= message.lane_step:
+            step.abort.fill_(1)  # the loop confirms when it has let go of the slots
+        else:
+            self._watcher.send(link, Aborted(message.stage, message.lane_step))
+        logger.warning("%s: %s gave up step %d: %s", self.name, link.name, message.lane_step, message.reason)
+
+    def _on_detach(self, link: Link, message: Detach) -> None:
+        self._sessions.pop(link, None)
+        self._waiting.pop(link, None)
+        for lane in list(self.ranks.values()):
+            if lane.link is link:
+                self._forget(lane, "detached")
+        self._watcher.send(link, message)
+        self._watcher.close_link(link)
+
+    def _on_stats(self, link: Link, message: StatsRequest) -> None:
+        self._lane_of(link)
+        self._watcher.send(link, Stats(self.ffn_rank, self._totals()))
+
+    def _on_shutdown(self, link: Link, message: Shutdown) -> None:
+        if link is not self._root:
+            raise AFDProtocolError(f"{link.name} sent Shutdown, which only FFN rank 0 sends here")
+        self._stopping = self._stopping or AFDShutdownError(f"FFN rank 0 ends: {message.reason}")
+        self._changed.notify_all()
+
+    def _check_stage(self, stage: int) -> None:
+        if not 0 <= stage < self.config.num_stages:
+            raise AFDProtocolError(f"stage is {stage}; allowed: 0 … {self.config.num_stages - 1}")
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, interval_s: float = 0.01) -> bool:
+    """Polls ``condition``; True where it held within ``timeout_s`` seconds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        with contextlib.suppress(InterruptedError):
+            time.sleep(interval_s)
+    return True
