@@ -151,7 +151,7 @@ def total_layers(results: list[AttentionResult]) -> dict[int, LayerStats]:
     totals: dict[int, LayerStats] = {}
     for result in results:
         for layer, stats in result.layers.items():
-            totals.setdefault(layer, LayerStats()).add(stats)
+            totals.setdefault(layer, LayerStats()).merge(stats)
     return dict(sorted(totals.items()))
 
 

@@ -21,29 +21,28 @@ def print_report(report: GenerateReport, console: Console) -> None:
     """Ids (and text) of each prompt, the table of layers, the line of the check with what differs."""
     for prompt in report.prompts:
         ids = ",".join(map(str, prompt.token_ids))
-        console.print(f"prompt {prompt.index} ({len(prompt.prompt_ids)} tokens): {ids}", markup=False, highlight=False)
+        console.print(f"prompt {prompt.index} ({len(prompt.prompt_ids)} tokens): {ids}", markup=False, highlight=False, soft_wrap=True)
         if prompt.text is not None:
-            console.print(f"  {prompt.text!r}", markup=False, highlight=False)
+            console.print(f"  {prompt.text!r}", markup=False, highlight=False, soft_wrap=True)
     console.print(layer_table(report.layers))
     tokens = sum(len(prompt.token_ids) for prompt in report.prompts)
     console.print(f"{tokens} tokens in {report.seconds:.1f} s, start of all processes included", highlight=False)
     if report.check is not None:
         for line in report.check.mismatches:
-            console.print(line, markup=False, highlight=False)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         console.print(report.check.line(), markup=False, highlight=False, soft_wrap=True)
 
 
 def layer_table(layers: dict[int, LayerStats]) -> Table:
-    """One line a layer and a last one with the sums. wait: attention; experts, reply: FFN; summed over ranks."""
+    """One line a layer, see ``LayerStats``, and a last one with the sums."""
     table = Table()
     for name in COLUMNS:
         table.add_column(name, justify="right")
-    total = LayerStats()
     for layer, stats in layers.items():
         table.add_row(str(layer), *_cells(stats))
-        total.add(stats)
     table.add_section()
-    table.add_row("all", *_cells(total))
+    fields = LayerStats.__struct_fields__
+    table.add_row("all", *_cells(LayerStats(**{f: sum(getattr(s, f) for s in layers.values()) for f in fields})))
     return table
 
 
@@ -65,4 +64,4 @@ def _cells(stats: LayerStats) -> list[str]:
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.2f} MiB"
+    return f"{nbytes / 2**10:.1f} KiB" if nbytes < 2**20 else f"{nbytes / 2**20:.1f} MiB"

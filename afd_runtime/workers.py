@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import functools
-import signal
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +39,11 @@ class PromptResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str | None = None
 
 
-class LayerStats(msgspec.Struct, forbid_unknown_fields=True):
-    """Totals of one exchanged layer over all steps. Waits and computing times are in seconds, summed over ranks."""
+class LayerStats(msgspec.Struct):
+    """Totals of one exchanged layer. rows, bytes: summed over attention ranks; times in seconds: of the slowest rank.
+
+    wait_s is an attention rank's; experts_s and reply_s are an FFN rank's, over all attention ranks that it serves.
+    """
 
     rows: int = 0
     bytes_out: int = 0
@@ -51,9 +52,17 @@ class LayerStats(msgspec.Struct, forbid_unknown_fields=True):
     experts_s: float = 0.0
     reply_s: float = 0.0
 
-    def add(self, other: LayerStats) -> None:
-        for name in self.__struct_fields__:
+    @classmethod
+    def of_session(cls, stats: Mapping[str, Any]) -> LayerStats:
+        """From one layer's entry of ``AttentionSession.stats``, which holds more than these."""
+        return cls(**{name: stats[name] for name in cls.__struct_fields__ if name in stats})
+
+    def merge(self, other: LayerStats) -> None:
+        """Adds another attention rank's totals of the same layer."""
+        for name in ("rows", "bytes_out", "bytes_back"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("wait_s", "experts_s", "reply_s"):
+            setattr(self, name, max(getattr(self, name), getattr(other, name)))
 
 
 class AttentionJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,12 +119,10 @@ def serve_ffn_rank(
     torch_dtype = model_dtype(dtype, spec)
     progress = functools.partial(display.progress, name)
     bank = ExpertBank.load(spec, experts, device=device, dtype=torch_dtype, progress=progress)
-    server = FFNServer(config, ffn_rank, spec, bank)
-    with _stopped_by_signals(server.stop):
-        server.start()
-        where = f", listening on {config.listen_host}:{config.port}" if ffn_rank == 0 else ""
-        display.note(name, f"experts {experts.start}-{experts.stop - 1} of {spec.num_experts} ready{where}")
-        server.serve_forever()
+    server = FFNServer(config, ffn_rank, spec, bank, device=device, dtype=torch_dtype)
+    server.start()
+    display.note(name, f"experts {experts.start}-{experts.stop - 1} of {spec.num_experts} ready, {server.endpoint}")
+    server.serve_forever()
 
 
 def run_attention_rank(job: AttentionJob, *, display: Display) -> None:
@@ -132,7 +139,7 @@ def run_attention_rank(job: AttentionJob, *, display: Display) -> None:
         display.note(f"attention rank {job.attention_rank}", f"attached, generating for {len(job.prompts)} prompts")
         stop_ids = _stop_ids(model)
         prompts = _generate(model, job, stop_ids)
-        layers = {layer: LayerStats(**stats) for layer, stats in session.stats.items()}
+        layers = {layer: LayerStats.of_session(stats) for layer, stats in session.stats.items()}
     finally:
         session.close()
     Path(job.result_path).write_bytes(msgspec.json.encode(AttentionResult(prompts, layers, stop_ids)))
@@ -181,14 +188,3 @@ def _tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model, local_files_only=True)
-
-
-@contextmanager
-def _stopped_by_signals(stop: Callable[[], object]) -> Iterator[None]:
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, lambda *_: stop()) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
