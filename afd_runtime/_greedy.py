@@ -77,7 +77,7 @@ def greedy_generate(
 def _prefill(model: Any, tokens: torch.Tensor, mask: torch.Tensor, chunk: int) -> tuple[torch.Tensor, Any]:
     """The prompts in forwards of at most `chunk` columns; logits [B, V] after the last one, and the cache."""
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits, past = None, None
+    logits, past = torch.empty(0), None
     for start in range(0, tokens.shape[1], chunk):
         end = min(start + chunk, tokens.shape[1])
         logits, past = _forward(model, tokens[:, start:end], mask[:, :end], positions[:, start:end], past)

@@ -2,7 +2,8 @@
 """Small seeded checkpoints of real architectures, for tests, examples and a first run without a download.
 
 Default initialisation would make greedy generation cycle through a few tokens and hide wrong experts, so weights are
-drawn wide enough that routed experts decide the text. Sizes are odd on purpose. Needs transformers to write, only.
+drawn so wide that routed experts decide the text: of 32 tokens at least 24 differ. Sizes are odd on purpose.
+Only writing needs transformers.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class DemoModel:
     expert_std: float = 0.3
     gate_std: float = 0.16
     embed_std: float = 0.3
+    attention_std: float = 0.1
     shard_size: str = "10MB"
 
 
@@ -43,12 +45,14 @@ DEMO_MODELS: dict[str, DemoModel] = {
         {**_MLA, "hidden_size": 72, "intermediate_size": 100, "moe_intermediate_size": 56, "num_hidden_layers": 3,
          "n_routed_experts": 10, "n_shared_experts": 2, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
          "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 5, "topk_group": 2,
-         "routed_scaling_factor": 1.5}
+         "routed_scaling_factor": 1.5},
+        attention_std=0.3,
     ),
     "deepseek_v3": DemoModel(
         {**_MLA, "hidden_size": 64, "intermediate_size": 100, "moe_intermediate_size": 40, "num_hidden_layers": 4,
          "n_routed_experts": 12, "n_shared_experts": 1, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
          "q_lora_rank": 24, "n_group": 4, "topk_group": 2},
+        attention_std=0.3,
         shard_size="300KB",
     ),
     "glm4_moe": DemoModel(
@@ -59,12 +63,14 @@ DEMO_MODELS: dict[str, DemoModel] = {
     "gpt_oss": DemoModel(
         {**_GQA, "hidden_size": 96, "intermediate_size": 40, "num_hidden_layers": 4, "num_local_experts": 11,
          "num_experts_per_tok": 3, "sliding_window": 9, "max_position_embeddings": 131072},
+        attention_std=0.2,
         shard_size="300KB",
     ),
     "mixtral": DemoModel(
         {**_GQA, "hidden_size": 64, "intermediate_size": 56, "num_hidden_layers": 3, "num_local_experts": 10,
          "num_experts_per_tok": 2, "tie_word_embeddings": True},
         embed_std=0.1,
+        attention_std=0.2,
     ),
     "qwen3_moe": DemoModel(
         {**_GQA, "hidden_size": 80, "intermediate_size": 96, "moe_intermediate_size": 56, "num_hidden_layers": 4,
@@ -112,6 +118,8 @@ def _values(name: str, shape: torch.Size, demo: DemoModel, generator: torch.Gene
         return demo.gate_std * noise
     if "embed_tokens" in name:
         return demo.embed_std * noise
+    if ".self_attn." in name and name.endswith(".weight"):
+        return demo.attention_std * noise
     return 0.1 * noise
 
 

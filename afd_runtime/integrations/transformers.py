@@ -69,7 +69,7 @@ def load_remote_model(
 
 
 def _experts_forward(
-    self: torch.nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """The `afd` experts implementation: hidden_states [M, H], top_k_index and top_k_weights [M, k] -> [M, H]."""
     return self.afd_session.experts(
@@ -77,21 +77,21 @@ def _experts_forward(
     )
 
 
-def _remote_class(engine_class: type, spec: ModelSpec, session: ExpertSession) -> type:
+def _remote_class(engine_class: Any, spec: ModelSpec, session: ExpertSession) -> Any:
     """A subclass of the engine's model: experts without parameters, each forward one step of `session`.
 
     It keeps the engine's name and module, by which transformers recognises its own classes.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        engine_class.__init__(self, *args, **kwargs)
+        super(remote_class, self).__init__(*args, **kwargs)
         _strip_experts(self, spec, session)
 
     @functools.wraps(engine_class.forward)  # generate() inspects the signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         session.begin_step(_num_rows(args, kwargs))
         try:
-            output = engine_class.forward(self, *args, **kwargs)
+            output = super(remote_class, self).forward(*args, **kwargs)
         except BaseException as error:
             session.abort_step(f"{type(error).__name__}: {error}")
             raise
@@ -112,7 +112,8 @@ def _remote_class(engine_class: type, spec: ModelSpec, session: ExpertSession) -
             *(rf"layers\.{layer}\.mlp\.experts\." for layer in spec.expert_layers),
         ],
     }
-    return type(engine_class.__name__, (engine_class,), namespace)
+    remote_class: Any = type(engine_class.__name__, (engine_class,), namespace)
+    return remote_class
 
 
 def _num_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
