@@ -26,7 +26,8 @@ class FFNModel(Protocol):
 def graph_key(dp_metadata_list: Mapping[int, AFDDPMetadata]) -> GraphKey:
     """The exact token layout of a step: (stage, counts) by stage."""
     return tuple(
-        (stage, tuple(metadata.num_tokens_across_dp_cpu.tolist())) for stage, metadata in sorted(dp_metadata_list.items())
+        (stage, tuple(metadata.num_tokens_across_dp_cpu.tolist()))
+        for stage, metadata in sorted(dp_metadata_list.items())
     )
 
 

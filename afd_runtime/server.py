@@ -108,7 +108,9 @@ class FFNServer:
                     thread.join()
             finally:
                 error = self._ffn_loop_error
-                self.connector.close("it was asked to stop" if error is None else f"{type(error).__name__}: {error}"[:1000])
+                self.connector.close(
+                    "it was asked to stop" if error is None else f"{type(error).__name__}: {error}"[:1000]
+                )
                 self._done.set()
         if error is not None:
             raise error

@@ -36,9 +36,7 @@ def attention_world_rank(attention_rank: int, num_attention_ranks: int, num_ffn_
     return num_ffn_ranks + attention_rank
 
 
-def role_rank(
-    *, dp_rank: int = 0, pcp_rank: int = 0, tp_rank: int = 0, pcp_size: int = 1, tp_size: int = 1
-) -> int:
+def role_rank(*, dp_rank: int = 0, pcp_rank: int = 0, tp_rank: int = 0, pcp_size: int = 1, tp_size: int = 1) -> int:
     """Rank inside a role: ``(dp_rank·pcp_size + pcp_rank)·tp_size + tp_rank``."""
     _check_rank("pcp_rank", pcp_rank, pcp_size)
     _check_rank("tp_rank", tp_rank, tp_size)

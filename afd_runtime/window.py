@@ -165,7 +165,9 @@ class SharedMemoryFabric(Fabric):
             buffer = _map(fd, nbytes)
         except OSError as error:
             os.close(fd)
-            raise AFDError(f"no shared memory of {nbytes} bytes: {error}; lower max_batch_tokens or num_stages") from error
+            raise AFDError(
+                f"no shared memory of {nbytes} bytes: {error}; lower max_batch_tokens or num_stages"
+            ) from error
         return Window(buffer, ShmHandle(os.getpid(), fd, nbytes), fd)
 
     def open(self, handle: WindowHandle, nbytes: int) -> Window:

@@ -135,7 +135,9 @@ class AttentionSide(AFDControlPlane):
         done, layers = lane.layer_index, len(self.spec.expert_layers)
         if done < layers:
             self.abort_step(f"it ended after {done} of {layers} exchanged layers", stage)
-            raise AFDError(f"step {lane.step} of stage {stage} ended after {done} of {layers} exchanged layers; run all of them")
+            raise AFDError(
+                f"step {lane.step} of stage {stage} ended after {done} of {layers} exchanged layers; run all of them"
+            )
         lane.rows = None
 
     def abort_step(self, reason: str, stage: int = 0) -> None:
@@ -181,7 +183,9 @@ class AttentionSide(AFDControlPlane):
         if lane.rows is None:
             raise AFDError(f"layer {layer_idx} is sent outside a step of stage {stage}; call begin_step first")
         if lane.layer_index >= len(layers) or layers[lane.layer_index] != layer_idx:
-            allowed = layers[lane.layer_index] if lane.layer_index < len(layers) else "none, all were sent; call end_step"
+            allowed = (
+                layers[lane.layer_index] if lane.layer_index < len(layers) else "none, all were sent; call end_step"
+            )
             raise AFDError(f"layer_idx is {layer_idx} in step {lane.step} of stage {stage}; allowed: {allowed}")
         if hidden.dim() != 2 or hidden.shape[1] != self.spec.hidden_size or hidden.dtype != self.layout.request.dtype:
             raise AFDError(
@@ -194,7 +198,9 @@ class AttentionSide(AFDControlPlane):
                 "the batch, or raise max_batch_tokens on both sides"
             )
         if hidden.shape[0] < lane.rows:
-            raise AFDError(f"hidden has {hidden.shape[0]} rows; the step was begun with {lane.rows}; begin it with fewer")
+            raise AFDError(
+                f"hidden has {hidden.shape[0]} rows; the step was begun with {lane.rows}; begin it with fewer"
+            )
 
     def recv_ffn_output(self, ref_tensor: torch.Tensor, *, layer_idx: int, stage: int) -> torch.Tensor:
         """Waits for every peer's reply and adds them up in fp32, in the order of the peers. Returns [M, H]."""
@@ -202,9 +208,7 @@ class AttentionSide(AFDControlPlane):
         if lane.row_map is None:
             raise AFDError(f"nothing was sent for layer {layer_idx} of stage {stage}; call send_attn_output first")
         start = time.perf_counter()
-        afd_kernels.wait(
-            lane.reply_slots, lane.state, abort=lane.abort, status=lane.status, timeout_s=self._timeout_s
-        )
+        afd_kernels.wait(lane.reply_slots, lane.state, abort=lane.abort, status=lane.status, timeout_s=self._timeout_s)
         waited = time.perf_counter() - start
         code, peer, expected, observed = lane.status[:4].tolist()
         if code != StatusCode.OK:
@@ -217,10 +221,13 @@ class AttentionSide(AFDControlPlane):
         self._count(layer_idx, lane, row_map, waited)
         return out
 
-    def _fail(
-        self, lane: Lane, code: int, peer: int, expected: int, observed: int, layer: int, stage: int
-    ) -> None:
-        where: dict[str, Any] = {"peer": f"FFN rank {self.peer_ranks[peer]}", "layer": layer, "stage": stage, "step": lane.step}
+    def _fail(self, lane: Lane, code: int, peer: int, expected: int, observed: int, layer: int, stage: int) -> None:
+        where: dict[str, Any] = {
+            "peer": f"FFN rank {self.peer_ranks[peer]}",
+            "layer": layer,
+            "stage": stage,
+            "step": lane.step,
+        }
         try:
             self.control.raise_failure(stage, lane.step, layer)
             if code == StatusCode.TIMEOUT:
@@ -238,7 +245,11 @@ class AttentionSide(AFDControlPlane):
 
     def _count(self, layer_idx: int, lane: Lane, row_map: torch.Tensor, waited: float) -> None:
         stats = self.stats[layer_idx]
-        stats.exchanges, stats.wait_s, stats.rows = stats.exchanges + 1, stats.wait_s + waited, stats.rows + (lane.rows or 0)
+        stats.exchanges, stats.wait_s, stats.rows = (
+            stats.exchanges + 1,
+            stats.wait_s + waited,
+            stats.rows + (lane.rows or 0),
+        )
         for sent in (row_map >= 0).sum(dim=1).tolist():
             stats.rows_sent += sent
             stats.bytes_out += self.layout.request.bytes_used(sent)

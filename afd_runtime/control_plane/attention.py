@@ -137,8 +137,12 @@ class AttentionControlPlane:
                 limit = f"within attach_timeout_s={self.config.attach_timeout_s:g}"
                 if missing:
                     ranks = ", ".join(map(str, missing))
-                    raise AFDAttachError(f"FFN rank(s) {ranks} did not register with {link.name} {limit}; start them") from None
-                raise AFDAttachError(f"{link.name} did not answer {limit}; start it, or correct host and port") from None
+                    raise AFDAttachError(
+                        f"FFN rank(s) {ranks} did not register with {link.name} {limit}; start them"
+                    ) from None
+                raise AFDAttachError(
+                    f"{link.name} did not answer {limit}; start it, or correct host and port"
+                ) from None
             if isinstance(message, Refused):
                 raise AFDRefusedError(message.field, message.message)
             if isinstance(message, str):
@@ -161,7 +165,9 @@ class AttentionControlPlane:
             self._raise_lost(stage, lane_step, None)
             if self._unconfirmed[stage]:
                 names = ", ".join(sorted(link.name for link in self._unconfirmed[stage]))
-                raise AFDError(f"{names} did not confirm the end of the aborted step before step {lane_step} within {limit:g} s")
+                raise AFDError(
+                    f"{names} did not confirm the end of the aborted step before step {lane_step} within {limit:g} s"
+                )
             self._current[stage], self._aborted[stage] = lane_step, None
             self.aborts[stage].zero_()
 
@@ -242,7 +248,9 @@ class AttentionControlPlane:
         elif isinstance(message, (Welcome, Pending, Attached, Refused, Stats, Detach)):
             self._inbox.put((link, message))
         else:
-            raise AFDProtocolError(f"{link.name} sent {type(message).__name__}, which an attention rank does not receive")
+            raise AFDProtocolError(
+                f"{link.name} sent {type(message).__name__}, which an attention rank does not receive"
+            )
 
     def _on_step_end(self, link: Link, message: Abort | Aborted) -> None:
         with self._changed:

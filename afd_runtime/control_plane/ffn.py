@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,15 +28,14 @@ from afd_runtime.control_plane.messages import (
     Order,
     Participant,
     Peer,
-    Pending,
     Refused,
     Register,
     Registered,
     Shutdown,
     Stats,
     StatsRequest,
-    Welcome,
 )
+from afd_runtime.control_plane.rendezvous import MAX_SESSION, Rendezvous
 from afd_runtime.control_plane.sequencer import Sequencer
 from afd_runtime.control_plane.transport import Link, Watcher, endpoint_of
 from afd_runtime.errors import AFDAttachError, AFDError, AFDProtocolError, AFDRefusedError, AFDShutdownError
@@ -46,8 +43,6 @@ from afd_runtime.topology import ExpertPlacement
 from afd_runtime.window import Fabric, Window, WindowLayout
 
 logger = logging.getLogger("afd_runtime.ffn")
-
-MAX_SESSION = 0xFFFF
 
 
 @dataclass(eq=False)
@@ -94,7 +89,13 @@ class FFNControlPlane:
         totals: Callable[[], dict[int, LayerTotals]],
     ) -> None:
         placement.local_experts(ffn_rank)  # checks the rank
-        self.config, self.ffn_rank, self.placement, self.layout, self.fabric = config, ffn_rank, placement, layout, fabric
+        self.config, self.ffn_rank, self.placement, self.layout, self.fabric = (
+            config,
+            ffn_rank,
+            placement,
+            layout,
+            fabric,
+        )
         self.name = f"FFN rank {ffn_rank}"
         self.ranks: dict[int, AttachedRank] = {}
         self.active: dict[int, ActiveStep] = {}
@@ -104,13 +105,10 @@ class FFNControlPlane:
         self._sequencer = Sequencer(config.num_stages)
         self._orders: list[deque[Order]] = [deque() for _ in range(config.num_stages)]
         self._stopping: AFDError | None = None
-        self._roster: dict[int, tuple[Link, str]] = {}
-        self._sessions: dict[Link, tuple[int, int]] = {}  # attention ranks that said hello: rank, session
-        self._waiting: dict[Link, Hello] = {}
-        self._last_session = 0
         self._root: Link | None = None
         self._registered: Registered | Refused | None = None
         self._watcher = Watcher(self.name, self._on_message, self._on_lost, config.liveness_timeout_s)
+        self._rendezvous = Rendezvous(config, fingerprint, self._token, self._watcher) if ffn_rank == 0 else None
         self._handlers: dict[type, Callable] = {
             Register: self._on_register, Registered: self._on_registered, Refused: self._on_registered,
             Hello: self._on_hello, Attach: self._on_attach, Announce: self._on_announce, Order: self._on_order,
@@ -128,9 +126,11 @@ class FFNControlPlane:
         """Binds; an FFN rank past 0 registers at FFN rank 0. Raises ``AFDRefusedError`` or ``AFDAttachError``."""
         port = self.config.port if self.ffn_rank == 0 else 0
         self.endpoint = self._watcher.bind(self.config.listen_host, port)
-        self._watcher.start()
-        if self.ffn_rank == 0:
+        if self._rendezvous is not None:
+            self._rendezvous.endpoint = self.endpoint
+            self._watcher.start()
             return
+        self._watcher.start()
         root = endpoint_of(self.config.host, self.config.port)
         me = Peer(self.ffn_rank, os.getpid(), machine_id(), self._fingerprint, self._token)
         self._root = self._watcher.connect("FFN rank 0", root)
@@ -163,9 +163,8 @@ class FFNControlPlane:
                         return self._orders[index].popleft()
                 order = self._sequencer.take(stage)
                 if order is not None:
-                    if self.placement.kind == "sharded":
-                        for link, _ in self._roster.values():
-                            self._watcher.send(link, order)
+                    if self._rendezvous is not None and self.placement.kind == "sharded":
+                        self._rendezvous.send_to_ffn_ranks(order)
                     return order
                 self._changed.wait()
 
@@ -221,9 +220,9 @@ class FFNControlPlane:
         """Tells every peer, waits until that has been sent, frees the windows. Idempotent."""
         self.stop_serving(reason)
         with self._changed:
-            for link in [*self._sessions, *(lane.link for lane in self.ranks.values()), *self._waiting]:
-                self._watcher.send(link, Shutdown(reason))
-            for link, _ in self._roster.values():
+            links = [lane.link for lane in self.ranks.values()]
+            links += self._rendezvous.links() if self._rendezvous is not None else []
+            for link in dict.fromkeys(links):
                 self._watcher.send(link, Shutdown(reason))
         self._watcher.stop()
         for lane in self.ranks.values():
@@ -244,6 +243,13 @@ class FFNControlPlane:
             return "gave the step up"
         self._free(lane)
         return lane.lost
+
+    def _leave(self, link: Link, reason: str) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.forget(link, reason)
+        for lane in list(self.ranks.values()):
+            if lane.link is link:
+                self._forget(lane, reason)
 
     def _forget(self, lane: AttachedRank, reason: str) -> None:
         """The rank is gone: its place is free, its steps go on without it. Memory goes with the last step that has it."""
@@ -279,14 +285,7 @@ class FFNControlPlane:
         with self._changed:
             if link is self._root:
                 self._stopping = self._stopping or AFDError(f"{self.name} ends: FFN rank 0 was lost: {reason}")
-            self._sessions.pop(link, None)
-            for lane in list(self.ranks.values()):
-                if lane.link is link:
-                    self._forget(lane, reason)
-            for ffn_rank, (peer, _) in list(self._roster.items()):
-                if peer is link:
-                    del self._roster[ffn_rank]
-                    logger.warning("%s: FFN rank %d was lost: %s", self.name, ffn_rank, reason)
+            self._leave(link, reason)
             self._changed.notify_all()
 
     def _refuse(self, link: Link, refusal: Refused) -> None:
@@ -294,24 +293,20 @@ class FFNControlPlane:
         self._watcher.send(link, refusal)
 
     def _on_register(self, link: Link, message: Register) -> None:
-        peer = message.peer
-        refusal = check_peer(peer, "FFN", self.config.num_ffn_ranks, self._fingerprint, self._token, self.name)
-        if refusal is None and (self.ffn_rank != 0 or peer.rank == 0):
-            refusal = Refused("rank", f"FFN rank {peer.rank} registers at FFN rank {self.ffn_rank}; start only one FFN rank 0")
-        if refusal is None and peer.rank in self._roster:
-            refusal = Refused(
-                "rank", f"FFN rank {peer.rank} is already registered, by process {self._roster[peer.rank][0].pid}; end it first"
-            )
+        self._rendezvous_call(link, message)
+
+    def _on_hello(self, link: Link, message: Hello) -> None:
+        self._rendezvous_call(link, message)
+
+    def _rendezvous_call(self, link: Link, message: Register | Hello) -> None:
+        if self._rendezvous is None:
+            refusal: Refused | None = Refused("rank", f"{self.name} is not the rendezvous; connect to FFN rank 0")
+        elif isinstance(message, Register):
+            refusal = self._rendezvous.register(link, message)
+        else:
+            refusal = self._rendezvous.hello(link, message)
         if refusal is not None:
-            return self._refuse(link, refusal)
-        link.name = f"FFN rank {peer.rank}"
-        self._roster[peer.rank] = (link, message.endpoint)
-        self._watcher.send(link, Registered(os.getpid()))
-        self._watcher.watch(link, peer.pid)
-        waiting, self._waiting = self._waiting, {}
-        for waiter, hello in waiting.items():
-            self._on_hello(waiter, hello)
-        return None
+            self._refuse(link, refusal)
 
     def _on_registered(self, link: Link, message: Registered | Refused) -> None:
         if link is not self._root:
@@ -320,41 +315,6 @@ class FFNControlPlane:
             self._watcher.watch(link, message.pid)
         self._registered = message
         self._changed.notify_all()
-
-    def _on_hello(self, link: Link, message: Hello) -> None:
-        peer = message.peer
-        refusal = check_peer(
-            peer, "attention", self.config.num_attention_ranks, self._fingerprint, self._token, self.name
-        )
-        taken = next((other for other, (rank, _) in self._sessions.items() if rank == peer.rank and other is not link), None)
-        if refusal is None and taken is not None:
-            refusal = Refused(
-                "rank",
-                f"attention rank {peer.rank} is already attached, by process {taken.pid}; choose a free rank, or end it",
-            )
-        if refusal is None and self.ffn_rank != 0:
-            refusal = Refused("rank", f"{self.name} is not the rendezvous; connect to FFN rank 0")
-        if refusal is not None:
-            return self._refuse(link, refusal)
-        link.name = f"attention rank {peer.rank}"
-        missing = tuple(f for f in range(1, self.config.num_ffn_ranks) if f not in self._roster)
-        if missing:
-            self._waiting[link] = message
-            self._watcher.send(link, Pending(missing))
-            return None
-        endpoints = (self.endpoint, *(self._roster[f][1] for f in range(1, self.config.num_ffn_ranks)))
-        session = self._new_session()
-        self._sessions[link] = (peer.rank, session)
-        self._watcher.watch(link, peer.pid)
-        self._watcher.send(link, Welcome(session, endpoints, os.getpid()))
-        return None
-
-    def _new_session(self) -> int:
-        used = {session for _, session in self._sessions.values()}
-        while True:
-            self._last_session = self._last_session % MAX_SESSION + 1
-            if self._last_session not in used:
-                return self._last_session
 
     def _on_attach(self, link: Link, message: Attach) -> None:
         peer = message.peer
@@ -369,7 +329,9 @@ class FFNControlPlane:
         if refusal is None and not 1 <= message.session <= MAX_SESSION:
             refusal = Refused("session", f"session is {message.session}; allowed: 1 … {MAX_SESSION}")
         if refusal is None and peer.rank in self.ranks:
-            refusal = Refused("rank", f"attention rank {peer.rank} is already attached to {self.name}; end that process")
+            refusal = Refused(
+                "rank", f"attention rank {peer.rank} is already attached to {self.name}; end that process"
+            )
         if refusal is not None:
             return self._refuse(link, refusal)
         try:
@@ -395,9 +357,13 @@ class FFNControlPlane:
         if self.placement.sequencer(lane.attention_rank) != self.ffn_rank:
             raise AFDProtocolError(f"{link.name} announces to {self.name}, which is not its sequencer")
         if not 0 <= message.rows <= self.config.max_batch_tokens:
-            raise AFDProtocolError(f"{link.name} announces {message.rows} rows; allowed: 0 … {self.config.max_batch_tokens}")
+            raise AFDProtocolError(
+                f"{link.name} announces {message.rows} rows; allowed: 0 … {self.config.max_batch_tokens}"
+            )
         if not lane.announced[message.stage] < message.lane_step < 1 << 32:
-            raise AFDProtocolError(f"{link.name} announces step {message.lane_step} after {lane.announced[message.stage]}")
+            raise AFDProtocolError(
+                f"{link.name} announces step {message.lane_step} after {lane.announced[message.stage]}"
+            )
         lane.announced[message.stage] = message.lane_step
         if lane.in_step(message.stage, message.lane_step):
             self._sequencer.announce(lane.attention_rank, lane.session, message)
@@ -407,6 +373,9 @@ class FFNControlPlane:
         if link is not self._root:
             raise AFDProtocolError(f"{link.name} sent Order, which only FFN rank 0 sends")
         self._check_stage(message.stage)
+        for participant in message.participants:
+            if not 0 <= participant.attention_rank < self.config.num_attention_ranks:
+                raise AFDProtocolError(f"{link.name} ordered a step of attention rank {participant.attention_rank}")
         self._orders[message.stage].append(message)
         self._changed.notify_all()
 
@@ -424,11 +393,7 @@ class FFNControlPlane:
         logger.warning("%s: %s gave up step %d: %s", self.name, link.name, message.lane_step, message.reason)
 
     def _on_detach(self, link: Link, message: Detach) -> None:
-        self._sessions.pop(link, None)
-        self._waiting.pop(link, None)
-        for lane in list(self.ranks.values()):
-            if lane.link is link:
-                self._forget(lane, "detached")
+        self._leave(link, "detached")
         self._watcher.send(link, message)
         self._watcher.close_link(link)
 
@@ -445,14 +410,3 @@ class FFNControlPlane:
     def _check_stage(self, stage: int) -> None:
         if not 0 <= stage < self.config.num_stages:
             raise AFDProtocolError(f"stage is {stage}; allowed: 0 … {self.config.num_stages - 1}")
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, interval_s: float = 0.01) -> bool:
-    """Polls ``condition``; True where it held within ``timeout_s`` seconds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        with contextlib.suppress(InterruptedError):
-            time.sleep(interval_s)
-    return True

@@ -23,7 +23,9 @@ class Sequencer:
         self._pending[announce.stage].pop(attention_rank, None)
         self._pending[announce.stage][attention_rank] = (participant, announce)
 
-    def withdraw(self, attention_rank: int, session: int, stage: int | None = None, lane_step: int | None = None) -> None:
+    def withdraw(
+        self, attention_rank: int, session: int, stage: int | None = None, lane_step: int | None = None
+    ) -> None:
         """Forgets what this lane announced (all stages and steps where None): it was aborted or lost."""
         for index, pending in enumerate(self._pending):
             entry = pending.get(attention_rank)
