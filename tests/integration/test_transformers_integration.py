@@ -20,6 +20,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from afd_kernels import fused_experts
 from afd_runtime import _greedy
 from afd_runtime.demo_models import DEMO_MODELS, write_demo_model
 from afd_runtime.ffn_backend import ExpertBank
@@ -218,6 +219,19 @@ def recording_safe_open(read: set[str]) -> Callable:
             return getattr(self.wrapped, name)
 
     return File
+
+
+@pytest.mark.parametrize("family", sorted(DEMO_MODELS))
+def test_the_bank_means_the_same_to_the_kernels(checkpoint: Callable, family: str) -> None:
+    session = LoopSession(ModelSpec.from_pretrained(checkpoint(family)))
+    spec, generator = session.spec, torch.Generator().manual_seed(1)
+    x = torch.randn(13, spec.hidden_size, generator=generator)
+    ids = torch.stack([torch.randperm(spec.num_experts, generator=generator)[: spec.top_k] for _ in x]).to(torch.int32)
+    scores = torch.rand(13, spec.top_k, generator=generator)
+    for layer, weights in session.bank.layers.items():
+        biases = {"b_up": weights.b_up, "b_down": weights.b_down}
+        y = fused_experts(x, weights.w_up, weights.w_down, scores, ids, activation=spec.activation, **biases)
+        assert error(y, session.experts(layer, x, ids, scores)) < 2e-6
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
