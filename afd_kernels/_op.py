@@ -24,7 +24,8 @@ def runs_kernel(tensor: torch.Tensor) -> bool:
 
 
 def is_tracing() -> bool:
-    """True inside ``torch.compile``: only then the registered op is used; an eager call goes straight to the launcher."""
+    """True inside ``torch.compile``: only then the registered op is used; an eager call goes straight to the
+    launcher."""
     return torch.compiler.is_compiling()
 
 
@@ -54,7 +55,8 @@ def register(name: str, implementation: Callable, mutates: Sequence[str]) -> Cal
 
 
 def check(condition: bool, message: str) -> None:
-    """Raises ``ValueError(message)`` unless ``condition``. The message names argument, value, what is allowed, next step."""
+    """Raises ``ValueError(message)`` unless ``condition``. The message names argument, value, what is allowed, next
+    step."""
     if not condition:
         raise ValueError(message)
 
@@ -62,14 +64,17 @@ def check(condition: bool, message: str) -> None:
 def check_tensor(
     name: str, tensor: torch.Tensor, *, shape: tuple[int | None, ...], dtypes: Sequence[torch.dtype], like: torch.Tensor
 ) -> None:
-    """Checks shape (``None`` is any size), dtype and device (that of ``like``) and refuses a tensor that needs a gradient."""
+    """Checks shape (``None`` is any size), dtype and device (that of ``like``) and refuses a tensor that needs a
+    gradient."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; a torch.Tensor is needed")
     want = tuple("*" if s is None else s for s in shape)
     ok = tensor.dim() == len(shape) and all(w is None or w == s for w, s in zip(shape, tensor.shape, strict=True))
     check(ok, f"{name} has shape {tuple(tensor.shape)}; allowed: {want}")
     check(tensor.dtype in dtypes, f"{name} is {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}; cast it first")
-    check(tensor.device == like.device, f"{name} is on {tensor.device}, the other inputs on {like.device}; move it there")
+    check(
+        tensor.device == like.device, f"{name} is on {tensor.device}, the other inputs on {like.device}; move it there"
+    )
     check(
         not (tensor.requires_grad and tensor.is_floating_point() and torch.is_grad_enabled()),
         f"{name} requires grad; this library is inference only: call it under torch.no_grad()",
@@ -82,7 +87,8 @@ def workspace_for(workspace: torch.Tensor | None, nbytes: int, device: torch.dev
         return torch.zeros(max(nbytes, 16), dtype=torch.uint8, device=device)
     check(
         workspace.dtype == torch.uint8 and workspace.is_contiguous() and workspace.numel() >= nbytes,
-        f"workspace has {workspace.numel()} elements of {workspace.dtype}; allowed: at least {nbytes} contiguous uint8, "
+        f"workspace has {workspace.numel()} elements of {workspace.dtype}; allowed: at least {nbytes} contiguous "
+        f"uint8, "
         f"zeroed once; {what} gives the size",
     )
     check(workspace.device == device, f"workspace is on {workspace.device}; allowed: {device}")

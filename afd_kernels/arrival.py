@@ -7,14 +7,14 @@ tiles; everything is read on the device, so one captured sequence serves every l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from afd_kernels._op import Carver, check, check_tensor, is_tracing, reference, register, runs_kernel, workspace_for
-from afd_kernels.dispatch import slot_address
 from afd_kernels.message import MAGIC, MODE_ONLINE, VERSION, Header, Lane, MessageLayout, tensor_at
 from afd_kernels.signal import _LANE_FIELDS, _MODE, check_lanes
 
@@ -89,10 +89,15 @@ def new_schedule(
     workspace = workspace_for(workspace, schedule_bytes(num_lanes, layout, block_m), device, "schedule_bytes")
     tensors = _carve(Carver(workspace), num_lanes, layout, block_m)
     return ExpertSchedule(
-        *tensors, block_m=block_m, top_k=layout.top_k, cap_rows=num_lanes * layout.cap_rows,
+        **_named(tensors), block_m=block_m, top_k=layout.top_k, cap_rows=num_lanes * layout.cap_rows,
         cap_pairs=num_lanes * layout.cap_rows * layout.top_k, hidden_size=layout.hidden_size,
         row_stride=layout.hidden_size if row_stride is None else row_stride, dtype=layout.dtype,
     )  # fmt: skip
+
+
+def _named(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    names = [field.name for field in fields(ExpertSchedule)]
+    return dict(zip(names, tensors, strict=False))
 
 
 def _carve(carver: Carver, num_lanes: int, layout: MessageLayout, block_m: int) -> list[torch.Tensor]:
@@ -149,9 +154,7 @@ def _merge_kernel(
     row = mine[:, None] & mask_a[None, :]
     tl.store(lane_prefix_ptr + expert * (A + 1) + 1 + offs_a[None, :] + offs_e[:, None] * 0, after, mask=row)
     tl.store(lane_prefix_ptr + expert * (A + 1), 0)
-    tl.store(
-        lane_start_ptr + expert * A + offs_a[None, :] + offs_e[:, None] * 0, start - (after - counts), mask=row
-    )
+    tl.store(lane_start_ptr + expert * A + offs_a[None, :] + offs_e[:, None] * 0, start - (after - counts), mask=row)
     tl.store(expert_base_ptr + expert + offs_e * 0, base, mask=mine)
     tile_at = tl.sum(tl.where(mine, first_tile, 0), axis=0)
     tiles_of = tl.sum(tl.where(mine, num_tiles, 0), axis=0)
@@ -183,7 +186,8 @@ def arrival(
 ) -> ExpertSchedule:
     """Merges the messages in the online lanes' request slots into one schedule. The words have been waited for.
 
-    slots: int64[A], addresses of request slots in this device's memory (0: no such lane). lanes: int64[A, 8]; an offline
+    slots: int64[A], addresses of request slots in this device's memory (0: no such lane). lanes: int64[A, 8]; an
+    offline
     lane contributes nothing. block_m: rows of a GEMM tile (default 16, or that of ``schedule``). schedule: written.
     A header with another magic, another version, or more rows or pairs than the slot holds sets ``schedule.error``.
     """
@@ -197,7 +201,7 @@ def arrival(
         f"schedule is for {schedule.num_lanes} lanes and block_m {schedule.block_m}; "
         f"allowed: {slots.numel()} lanes, block_m {block_m}",
     )
-    args = (slots, lanes, *schedule.tensors(), layout.num_experts, layout.cap_rows, layout.top_k, layout.hidden_size,
+    args: tuple[Any, ...] = (slots, lanes, *schedule.tensors(), layout.num_experts, layout.cap_rows, layout.top_k, layout.hidden_size,
             layout.dtype, schedule.block_m)  # fmt: skip
     (_arrival_op if is_tracing() else _arrival)(*args)
     return schedule
@@ -213,7 +217,7 @@ def launch_merge(
         slots, lanes, x, *tensors, num_lanes, layout.num_experts, layout.cap_rows, layout.cap_rows * layout.top_k,
         layout.offset("expert_offsets"), layout.offset("pairs"), layout.offset("weights"), layout.offset("rows"),
         BLOCK_M=block_m, E_PAD=triton.next_power_of_2(layout.num_experts), A_PAD=triton.next_power_of_2(num_lanes),
-        LOCAL=local, num_warps=4,
+        LOCAL=local, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -29,7 +29,11 @@ def _combine_kernel(
         rows = (tl.load(slots_ptr + d) + _HEADER_BYTES).to(tl.pointer_type(reply_ptr.dtype.element_ty))
         limit = tl.where((row >= 0) & online, H, 0)
         acc += tl.load(rows + row * H + cols, mask=cols < limit, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * stride_om + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < tl.where(token < num_tokens, H, 0))
+    tl.store(
+        out_ptr + token * stride_om + cols,
+        acc.to(out_ptr.dtype.element_ty),
+        mask=cols < tl.where(token < num_tokens, H, 0),
+    )
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & online:
         tl.store(lane_ptr + _EXCHANGE, tl.load(lane_ptr + _EXCHANGE) + 1)
 
@@ -73,8 +77,9 @@ def _combine(
         return
     block_h = min(1024, triton.next_power_of_2(hidden))
     _combine_kernel[(max(1, num_tokens), triton.cdiv(hidden, block_h))](
-        reply_slots, row_map, lane, element_of(dtype, out), out, num_tokens, hidden, out.stride(0), D=reply_slots.numel(),
-        BLOCK_H=block_h, num_warps=4,
+        reply_slots, row_map, lane, element_of(dtype, out), out, num_tokens, hidden, out.stride(0),
+        D=reply_slots.numel(),
+        BLOCK_H=block_h, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 

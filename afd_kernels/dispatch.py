@@ -15,7 +15,6 @@ import triton.language as tl
 
 from afd_kernels._op import Carver, check, check_tensor, is_tracing, reference, register, runs_kernel, workspace_for
 from afd_kernels.message import (
-    LANE_FIELDS,
     MAGIC,
     MODE_ONLINE,
     VERSION,
@@ -25,7 +24,7 @@ from afd_kernels.message import (
     split_word,
     tensor_at,
 )
-from afd_kernels.signal import _EXCHANGE, _MODE, _WORD, arrive_last, check_lanes, lane_word, publish_host, store_release
+from afd_kernels.signal import _MODE, arrive_last, check_lanes, lane_word, publish_host, store_release
 
 PAIRS_PER_BLOCK = 128
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -220,9 +219,11 @@ def dispatch(
 
     x: [M, H] of ``layout.dtype``, last dimension contiguous. topk_ids: int32[M, k], -1 is an expert that is nowhere.
     topk_weights: float32[M, k]. expert_bucket: int32[E], ``peer * layout.num_experts + local expert`` (-1: nowhere).
-    slots: int64[D], addresses of the peers' request slots, written. lane: int64[8]; offline sends and publishes nothing;
+    slots: int64[D], addresses of the peers' request slots, written. lane: int64[8]; offline sends and publishes
+    nothing;
     rows past ``lane[ROWS]`` are not sent. layer: written into the header.
-    row_map: int32[D, M], written: row of each token in each peer's message, -1 where it was not sent; ``combine`` needs it.
+    row_map: int32[D, M], written: row of each token in each peer's message, -1 where it was not sent; ``combine``
+    needs it.
     workspace: uint8[``dispatch_workspace``(M, layout, D)], zeroed once. Returns row_map.
 
     The host writes nothing to a slot when M is over ``layout.cap_rows``: it raises first.
@@ -260,8 +261,8 @@ def _carve(carver: Carver, num_tokens: int, top_k: int, num_experts: int, num_pe
 
 def launch_plan(
     topk_ids: torch.Tensor, topk_weights: torch.Tensor, bucket: torch.Tensor, slots: torch.Tensor, lane: torch.Tensor,
-    row_map: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor, layout: MessageLayout, num_peers: int, layer: int,
-    *, local: bool,
+    row_map: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor, layout: MessageLayout, num_peers: int,
+    layer: int, *, local: bool,
 ) -> None:  # fmt: skip
     """The three plan kernels. local: ``slots`` is the memory of the one slot itself, and row i is token i."""
     num_tokens, top_k = topk_ids.shape
@@ -271,16 +272,25 @@ def launch_plan(
     sizes = (num_tokens, bucket.numel(), buckets, num_peers, layout.num_experts)
     meta = {"TOP_K": top_k, "K_PAD": k_pad, "T": block, "LOCAL": local}
     _plan_count_kernel[(blocks,)](
-        topk_ids, topk_weights, bucket, lane, counts, *sizes, NB_PAD=triton.next_power_of_2(buckets + 1), **meta
+        topk_ids,
+        topk_weights,
+        bucket,
+        lane,
+        counts,
+        *sizes,
+        NB_PAD=triton.next_power_of_2(buckets + 1),
+        **meta,
+        enable_fp_fusion=True,
     )
     e_pad = triton.next_power_of_2(layout.num_experts + 1)
     _plan_scan_kernel[(num_peers,)](
         counts, starts, slots, lane, blocks, num_tokens, buckets, num_peers, layout.num_experts,
         layout.offset("expert_offsets"), layer, BLOCKS=max(1, 4096 // e_pad), E_PAD=e_pad, LOCAL=local,
+        enable_fp_fusion=True,
     )  # fmt: skip
     _plan_write_kernel[(blocks,)](
         topk_ids, topk_weights, bucket, lane, counts, starts, slots, row_map, *sizes, layout.offset("pairs"),
-        layout.offset("weights"), **meta,
+        layout.offset("weights"), **meta, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -303,7 +313,7 @@ def _dispatch(
     grid = max(1, min(num_tokens * triton.cdiv(hidden_size, block_h), 1024))
     _pack_kernel[(grid,)](
         x, row_map, slots, lane, counter, num_tokens, num_peers, hidden_size, x.stride(0), layout.offset("rows"),
-        BLOCK_H=block_h, D_PAD=triton.next_power_of_2(num_peers), num_warps=4,
+        BLOCK_H=block_h, D_PAD=triton.next_power_of_2(num_peers), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -363,13 +373,15 @@ def _check_dispatch(x, topk_ids, topk_weights, expert_bucket, slots, layout, lan
     check_tensor("x", x, shape=(None, layout.hidden_size), dtypes=(layout.dtype,), like=x)
     check(
         layout.dtype in ROW_DTYPES,
-        f"layout.dtype is {layout.dtype}; allowed: {', '.join(map(str, ROW_DTYPES))} (fp8 rows have a field but no kernel yet)",
+        f"layout.dtype is {layout.dtype}; allowed: {', '.join(map(str, ROW_DTYPES))} (fp8 rows have a field but no "
+        f"kernel yet)",
     )
     check(not layout.with_token_ids, "layout.with_token_ids is True; routing by token id is not supported yet")
     check(x.shape[1] == 1 or x.stride(1) == 1, f"x has strides {x.stride()}; allowed: last 1; call .contiguous()")
     check(
         x.shape[0] <= layout.cap_rows,
-        f"x has {x.shape[0]} rows, the slot holds {layout.cap_rows}; send fewer rows a step, or raise max_batch_tokens on both sides",
+        f"x has {x.shape[0]} rows, the slot holds {layout.cap_rows}; send fewer rows a step, or raise "
+        f"max_batch_tokens on both sides",
     )
     for name, tensor, dtype in (("topk_ids", topk_ids, torch.int32), ("topk_weights", topk_weights, torch.float32)):
         check_tensor(name, tensor, shape=(x.shape[0], layout.top_k), dtypes=(dtype,), like=x)

@@ -2,7 +2,8 @@
 """The experts: grouped GEMM 1 (gathers rows where they arrived, SwiGLU in the epilogue) and grouped GEMM 2.
 
 Both are persistent: programs take tiles until the table on the device ends, so their grid does not depend on the batch.
-GEMM 1 writes activations in merged expert order; GEMM 2 writes each pair's result to row ``row * top_k + choice`` of its
+GEMM 1 writes activations in merged expert order; GEMM 2 writes each pair's result to row ``row * top_k + choice`` of
+its
 lane, where the reply sums a row's choices. Weights stay as the engines hold them. Accumulation is fp32. A row's result
 does not depend on the other rows of the batch, for a given tile shape.
 """
@@ -19,7 +20,6 @@ import triton
 import triton.language as tl
 
 from afd_kernels._op import (
-    Carver,
     check,
     check_tensor,
     is_tracing,
@@ -56,7 +56,8 @@ class SwiGLU:
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Launch configuration of one grouped GEMM. block_n: output columns of a tile. group_m: row tiles that share weights."""
+    """Launch configuration of one grouped GEMM. block_n: output columns of a tile. group_m: row tiles that share
+    weights."""
 
     block_m: int
     block_n: int
@@ -66,12 +67,13 @@ class GemmConfig:
     group_m: int = 8
 
     def shared_memory(self, itemsize: int, weight_blocks: int) -> int:
-        """Bytes of shared memory that the software pipeline needs; weight_blocks: weight tiles per row tile (2: gate and up)."""
+        """Bytes of shared memory that the software pipeline needs; weight_blocks: weight tiles per row tile (2:
+        gate and up)."""
         rows = self.block_m + weight_blocks * self.block_n
         return max(1, self.num_stages - 1) * rows * self.block_k * itemsize
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _table(gpu: str) -> dict[str, list[dict[str, int]]]:
     folder = resources.files("afd_kernels") / "configs"
     path = folder / gpu / "experts.json"
@@ -102,11 +104,11 @@ def pick(
     return config
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _device_limits(index: int) -> tuple[str, int, int]:
     p = torch.cuda.get_device_properties(index)
     folder = p.name.lower().replace("nvidia ", "").replace(" ", "-")
-    return folder, p.shared_memory_per_block_optin, p.multi_processor_count
+    return folder, p.shared_memory_per_block_optin, p.multi_processor_count  # type: ignore[attr-defined]
 
 
 def pick_for(op: str, rows_per_expert: float, dtype: torch.dtype, device: torch.device) -> GemmConfig:
@@ -177,9 +179,7 @@ def _p_experts_up_kernel(
         base = tl.load(expert_base_ptr + expert)
         offs_r = (entry >> _TILE_SHIFT) * BLOCK_M + tl.arange(0, BLOCK_M)
         mask_r = offs_r < tl.load(expert_base_ptr + expert + 1) - base
-        lane, pair = _pairs_of_tile(
-            pair_address_ptr, lane_prefix_ptr, lane_start_ptr, expert, offs_r, mask_r, A, A_PAD
-        )
+        lane, pair = _pairs_of_tile(pair_address_ptr, lane_prefix_ptr, lane_start_ptr, expert, offs_r, mask_r, A, A_PAD)
         rows = tl.load(row_address_ptr + lane) + (pair // TOP_K).to(tl.int64) * row_bytes
         x_ptrs = tl.multiple_of(rows, ALIGN).to(tl.pointer_type(w_ptr.dtype.element_ty))
         offs_k = tl.arange(0, BLOCK_K)
@@ -261,9 +261,7 @@ def _p_experts_down_kernel(
         if HAS_BIAS:
             bias = tl.load(b_ptr + expert.to(tl.int64) * stride_be + offs_n, mask=mask_n, other=0.0)
             acc += bias.to(tl.float32)[None, :]
-        lane, pair = _pairs_of_tile(
-            pair_address_ptr, lane_prefix_ptr, lane_start_ptr, expert, offs_r, mask_r, A, A_PAD
-        )
+        lane, pair = _pairs_of_tile(pair_address_ptr, lane_prefix_ptr, lane_start_ptr, expert, offs_r, mask_r, A, A_PAD)
         row = tl.load(lane_base_ptr + lane).to(tl.int64) * TOP_K + pair
         tl.store(
             y_ptr + row[:, None] * N + offs_n[None, :],
@@ -333,7 +331,8 @@ def experts_workspace(schedule: ExpertSchedule, intermediate_size: int) -> int:
 def pick_experts(
     num_pairs: int, num_experts: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[GemmConfig, GemmConfig]:
-    """Configurations of both GEMMs for at most ``num_pairs`` pairs over ``num_experts`` experts; both have one block_m."""
+    """Configurations of both GEMMs for at most ``num_pairs`` pairs over ``num_experts`` experts; both have one
+    block_m."""
     rows = num_pairs / max(1, num_experts)
     up, down = (pick_for(op, rows, dtype, device) for op in ("experts_up", "experts_down"))
     block_m = min(up.block_m, down.block_m)
@@ -369,13 +368,14 @@ def _experts(
         0 if b_up is None else b_up.stride(0), **shared, **_meta(c1), HAS_BIAS=b_up is not None, GATE_FIRST=flags[0],
         INTERLEAVED=flags[1], ALPHA=constants[0], BETA=constants[1], LIMIT=constants[2],
         ALIGN=16 if row_stride * itemsize % 16 == 0 else itemsize, num_warps=c1.num_warps, num_stages=c1.num_stages,
+        enable_fp_fusion=True,
     )  # fmt: skip
     grid = (_num_programs(w_up.device, tiles.numel() * triton.cdiv(hidden, c2.block_n)),)
     _p_experts_down_kernel[grid](
         pair_address, lane_base, lane_prefix, lane_start, expert_base, tiles, num_tiles, h, w_down,
         w_down if b_down is None else b_down, y, hidden, intermediate, *w_down.stride(),
         0 if b_down is None else b_down.stride(0), **shared, **_meta(c2), HAS_BIAS=b_down is not None,
-        num_warps=c2.num_warps, num_stages=c2.num_stages,
+        num_warps=c2.num_warps, num_stages=c2.num_stages, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -411,7 +411,8 @@ def experts_ref(schedule, w_up, w_down, b_up, b_down, y, top_k, row_stride, acti
 
 @reference
 def expert_ref(x, w_up, w_down, b_up, b_down, activation):
-    """One expert on rows x [N, H]: fp32 accumulation, activations rounded to the rows' dtype as the kernel rounds them."""
+    """One expert on rows x [N, H]: fp32 accumulation, activations rounded to the rows' dtype as the kernel rounds
+    them."""
     up = x.float() @ w_up.float().t()
     if b_up is not None:
         up = up + b_up.float()

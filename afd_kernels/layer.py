@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from afd_kernels._op import Carver, check, check_tensor, is_tracing, reference, register, runs_kernel, workspace_for
+from afd_kernels.arrival import ExpertSchedule, _named, launch_merge
 from afd_kernels.arrival import _carve as _carve_schedule
-from afd_kernels.arrival import ExpertSchedule, launch_merge
 from afd_kernels.dispatch import _carve as _carve_plan
 from afd_kernels.dispatch import launch_plan
 from afd_kernels.experts import SwiGLU, check_experts, expert_ref, experts_forward, pick_experts
@@ -43,10 +43,12 @@ def fused_experts(
 ) -> torch.Tensor:
     """The experts of one MoE layer: for each token the weighted sum of its experts' outputs.
 
-    x: [M, H] fp32, fp16 or bf16, last dimension contiguous. w_up: [E, 2I, H], w_down: [E, H, I], dtype of x, any strides.
+    x: [M, H] fp32, fp16 or bf16, last dimension contiguous. w_up: [E, 2I, H], w_down: [E, H, I], dtype of x, any
+    strides.
     topk_weights: float32[M, k]. topk_ids: int32[M, k]; an id outside 0 … E-1 (-1: not on this rank) and a weight of 0
     contribute nothing. b_up: [E, 2I], b_down: [E, H]. out: [M, H], every row written.
-    workspace: uint8[``fused_experts_workspace``], zeroed once. A row's result does not depend on the other rows, as long
+    workspace: uint8[``fused_experts_workspace``], zeroed once. A row's result does not depend on the other rows, as
+    long
     as M stays in one size class of the launch table. Returns out.
     """
     intermediate = _check_fused(x, w_up, w_down, topk_weights, topk_ids, b_up, b_down)
@@ -86,7 +88,8 @@ def fused_moe(
     b_down: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One whole MoE layer: ``route``, then ``fused_experts``. Arguments and result as theirs; shared experts are not here."""
+    """One whole MoE layer: ``route``, then ``fused_experts``. Arguments and result as theirs; shared experts are
+    not here."""
     weights, ids = route(
         hidden_states, gate_weight, top_k=top_k, scoring=scoring, gate_bias=gate_bias, selection_bias=selection_bias,
         num_groups=num_groups, topk_groups=topk_groups, renormalize=renormalize, scale=scale,
@@ -140,7 +143,7 @@ def _fused(
     launch_plan(topk_ids, topk_weights, bucket, slot, slot, slot, counts, starts, layout, 1, 0, local=True)
     launch_merge(slot, slot, x, tensors, layout, block_m, local=True)
     schedule = ExpertSchedule(
-        *tensors, block_m=block_m, top_k=top_k, cap_rows=num_tokens, cap_pairs=num_tokens * top_k, hidden_size=hidden,
+        **_named(tensors), block_m=block_m, top_k=top_k, cap_rows=num_tokens, cap_pairs=num_tokens * top_k, hidden_size=hidden,
         row_stride=x.stride(0), dtype=x.dtype,
     )  # fmt: skip
     experts_forward(schedule, w_up, w_down, activation=activation, b_up=b_up, b_down=b_down, y=y, workspace=h,
@@ -149,7 +152,15 @@ def _fused(
     at = layout.offset("weights")
     weights = slot[at : at + 4 * num_tokens * top_k].view(torch.float32)
     _weighted_sum_kernel[(num_tokens, triton.cdiv(hidden, block_h))](
-        y, weights, out, hidden, out.stride(0), TOP_K=top_k, BLOCK_H=block_h, num_warps=4
+        y,
+        weights,
+        out,
+        hidden,
+        out.stride(0),
+        TOP_K=top_k,
+        BLOCK_H=block_h,
+        num_warps=4,
+        enable_fp_fusion=True,
     )
 
 

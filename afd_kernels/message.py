@@ -3,7 +3,7 @@
 
 A request slot holds, each part 128-byte aligned:
 
-==================  ==============================  =====================================================================
+==================  =============================  ================================================================
 header              128 B                           ``Header`` fields as int32; the last 8 bytes are the signal word
 expert offsets      int32[num_experts + 1]          into ``pairs``, by local expert
 pairs               int32[cap_rows * top_k]         ``row * top_k + choice``, sorted by local expert, then by token
@@ -11,7 +11,7 @@ weights             float32[cap_rows, top_k]        routing weight of each choic
 token ids           int32[cap_rows]                 optional, for models that route by token id
 row scales          float32[cap_rows, ⌈H/128⌉]      only for float8_e4m3fn rows
 rows                [cap_rows, hidden_size]         model dtype
-==================  ==============================  =====================================================================
+==================  =============================  ================================================================
 
 A reply slot holds a 128-byte header line (only its signal word is used) and the rows, in the request's row order.
 Capacity that is not used is never read.

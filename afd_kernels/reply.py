@@ -13,7 +13,16 @@ import triton.language as tl
 from afd_kernels._op import check, check_tensor, element_of, is_tracing, reference, register, runs_kernel, workspace_for
 from afd_kernels.arrival import ExpertSchedule
 from afd_kernels.message import HEADER_BYTES, MODE_ONLINE, Lane, ReplyLayout, tensor_at
-from afd_kernels.signal import _EXCHANGE, _LANE_FIELDS, _MODE, arrive_last, check_lanes, lane_word, publish_host, store_release
+from afd_kernels.signal import (
+    _EXCHANGE,
+    _LANE_FIELDS,
+    _MODE,
+    arrive_last,
+    check_lanes,
+    lane_word,
+    publish_host,
+    store_release,
+)
 
 REPLY_WORKSPACE = 16
 _HEADER_BYTES = tl.constexpr(HEADER_BYTES)
@@ -96,8 +105,10 @@ def _reply(
     block_h = min(1024, triton.next_power_of_2(hidden))
     grid = max(1, min(num_lanes * cap_rows * triton.cdiv(hidden, block_h), 1024))
     _reply_kernel[(grid,)](
-        y, weight_address, lane_base, reply_slots, lanes, workspace.view(torch.int32), element_of(dtype, y), hidden, cap_rows,
+        y, weight_address, lane_base, reply_slots, lanes, workspace.view(torch.int32), element_of(dtype, y), hidden,
+        cap_rows,
         A=num_lanes, A_PAD=triton.next_power_of_2(num_lanes), TOP_K=top_k, BLOCK_H=block_h, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -139,9 +139,9 @@ def _top_k_kernel(
         group_key = tl.where(offs_g < G, group_key, _TAKEN)
         open_groups = tl.zeros((G_PAD,), tl.int32)
         for _ in tl.static_range(TOPK_GROUPS):
-            hit = group_key == tl.max(group_key, axis=0)
-            open_groups = tl.where(hit, 1, open_groups)
-            group_key = tl.where(hit, _TAKEN, group_key)
+            best_group = group_key == tl.max(group_key, axis=0)
+            open_groups = tl.where(best_group, 1, open_groups)
+            group_key = tl.where(best_group, _TAKEN, group_key)
         eligible = valid & (open_groups[:, None] == 1)
     key = tl.where(mask, _ordered_key(choice, eligible, expert, COUNT), _TAKEN)
     offs_k = tl.arange(0, K_PAD)
@@ -231,7 +231,8 @@ def _route(
 ) -> None:  # fmt: skip
     if not runs_kernel(hidden_states):
         result = route_ref(
-            hidden_states, gate_weight, top_k=top_k, scoring=scoring, gate_bias=gate_bias, selection_bias=selection_bias,
+            hidden_states, gate_weight, top_k=top_k, scoring=scoring, gate_bias=gate_bias,
+            selection_bias=selection_bias,
             num_groups=num_groups, topk_groups=topk_groups, renormalize=renormalize, scale=scale,
         )  # fmt: skip
         weights.copy_(result[0]), ids.copy_(result[1])
@@ -247,6 +248,7 @@ def _route(
         hidden_states, gate_weight, parts, num_tokens, num_experts, hidden_size, hidden_states.stride(0),
         gate_weight.stride(0), part_k, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         UPCAST=hidden_states.dtype != gate_weight.dtype, num_warps=config.num_warps, num_stages=config.num_stages,
+        enable_fp_fusion=True,
     )  # fmt: skip
     _launch_top_k(parts, config.split_k, num_tokens * num_experts, num_experts, gate_bias, selection_bias, weights, ids,
                   top_k, scoring, num_groups, topk_groups, renormalize, scale, num_experts)  # fmt: skip
@@ -277,7 +279,7 @@ def _launch_top_k(logits, split_k, split_stride, stride_lm, gate_bias, selection
         SPLIT_K=split_k, G=num_groups, G_PAD=group_pad, S_PAD=size_pad, TOPK_GROUPS=min(topk_groups, num_groups),
         TOP_K=top_k, K_PAD=triton.next_power_of_2(top_k), SCORING=scoring, RENORMALIZE=renormalize,
         HAS_GATE_BIAS=gate_bias is not None, HAS_BIAS=selection_bias is not None, COUNT=4096,
-        num_warps=1 if group_pad * size_pad <= 512 else 4,
+        num_warps=1 if group_pad * size_pad <= 512 else 4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -300,7 +302,8 @@ def route_ref(
 def top_k_from_logits_ref(
     logits, *, top_k, scoring="softmax", selection_bias=None, num_groups=1, topk_groups=1, renormalize=False, scale=1.0
 ):
-    """Plain-torch ``top_k_from_logits``. The order is that of a stable descending sort: ``torch.topk`` promises no ties."""
+    """Plain-torch ``top_k_from_logits``. The order is that of a stable descending sort: ``torch.topk`` promises no
+    ties."""
     logits = logits.float()
     valid = ~logits.isnan()
     finite = logits.clamp(-torch.finfo(torch.float32).max, torch.finfo(torch.float32).max)
@@ -383,7 +386,8 @@ def _gate_parts(workspace, num_tokens, num_experts, hidden_size, like):
         return torch.empty(nbytes // 4, dtype=torch.float32, device=like.device)
     check(
         workspace.dtype == torch.uint8 and workspace.numel() >= nbytes,
-        f"workspace has {workspace.numel()} elements of {workspace.dtype}; allowed: at least {nbytes} uint8 (route_workspace)",
+        f"workspace has {workspace.numel()} elements of {workspace.dtype}; allowed: at least {nbytes} uint8 "
+        f"(route_workspace)",
     )
     return workspace[:nbytes].view(torch.float32)
 

@@ -83,7 +83,8 @@ def _global_timer():
 
 @triton.jit
 def arrive_last(counter_ptr, num_programs):
-    """Block barrier, then a gpu-scope acq_rel arrival; True in the last program of the grid, which resets the counter."""
+    """Block barrier, then a gpu-scope acq_rel arrival; True in the last program of the grid, which resets the
+    counter."""
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
     last = arrived == num_programs - 1
@@ -113,7 +114,7 @@ def _wait_kernel(
     # a lane that is not waited for polls the first waited slot: every thread of the vector loads some valid word
     any_slot = tl.max(tl.where(waited, slot, 0), axis=0)
     address = tl.where(waited, slot, any_slot) + _SIGNAL_OFFSET
-    code = 0
+    code = tl.full((), 0, tl.int64)
     polls = tl.full((), 0, tl.int64)
     if _INTERPRETED:
         start = polls
@@ -129,28 +130,28 @@ def _wait_kernel(
         foreign = missing & (observed != 0) & ((observed >> _SESSION_BITS) != (expected >> _SESSION_BITS))
         newer = missing & ((observed & _BELOW_SESSION) > (expected & _BELOW_SESSION))
         if tl.sum((foreign | newer).to(tl.int32), axis=0) > 0:
-            code = 3
+            code = tl.full((), 3, tl.int64)
             missing = foreign | newer
             pending = 0
         polls += 1
         if pending > 0:
             if polls % ABORT_EVERY == 0:
                 if tl.load(abort_ptr, volatile=True) != 0:
-                    code = 2
+                    code = tl.full((), 2, tl.int64)
                     pending = 0
             if _INTERPRETED:
                 now = polls
             else:
                 now = _global_timer()
             if (pending > 0) & (now - start > limit):
-                code = 1
+                code = tl.full((), 1, tl.int64)
                 pending = 0
     if code != 0:
         peer = tl.min(tl.where(missing, offs, D_PAD), axis=0)
         tl.store(status_ptr + 1, peer.to(tl.int64))
         tl.store(status_ptr + 2, tl.sum(tl.where(offs == peer, expected, 0), axis=0))
         tl.store(status_ptr + 3, tl.sum(tl.where(offs == peer, observed, 0), axis=0))
-        tl.store(status_ptr, code.to(tl.int64))
+        tl.store(status_ptr, code)
 
 
 def wait(
@@ -186,6 +187,7 @@ def _wait(
     _wait_kernel[(1,)](
         slots, lanes, abort, status, limit, slots.numel(), LANE_STRIDE=LANE_FIELDS if lanes.dim() == 2 else 0,
         D_PAD=max(32, triton.next_power_of_2(slots.numel())), ABORT_EVERY=ABORT_EVERY, num_warps=1,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -193,7 +195,8 @@ _ORDER = threading.Lock()
 
 
 def host_fence() -> None:
-    """Orders this thread's memory accesses: a lock's acquire and release are barriers on every CPU that Python runs on."""
+    """Orders this thread's memory accesses: a lock's acquire and release are barriers on every CPU that Python runs
+    on."""
     with _ORDER:
         pass
 
