@@ -7,10 +7,11 @@ process that never imports this project: the file imports torch and transformers
 
 from __future__ import annotations
 
+import os
 import sys
 
-if __name__ == "__main__":
-    sys.path.pop(0)  # this folder: its modules must not be importable by their bare names
+if __name__ == "__main__" and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
+    del sys.path[0]  # this folder: its modules must not be importable by their bare names
 
 import argparse
 import inspect
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def greedy_generate(
     model: Any,
     prompt_ids: list[list[int]],
