@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Control messages, their codec, the fingerprint, the order of steps, the watcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+import torch
+from group import SPEC
+
+from afd_runtime.config import AFDConfig
+from afd_runtime.control_plane.fingerprint import compare, fingerprint
+from afd_runtime.control_plane.messages import (
+    MAX_MESSAGE_BYTES,
+    Announce,
+    Attach,
+    Heartbeat,
+    Order,
+    Participant,
+    Peer,
+    Shutdown,
+    decode,
+    encode,
+)
+from afd_runtime.control_plane.sequencer import Sequencer
+from afd_runtime.control_plane.transport import Watcher
+from afd_runtime.errors import AFDConfigError, AFDProtocolError
+from afd_runtime.window import LocalHandle, ShmHandle
+
+PEER = Peer(1, 2, "here", {"a": "b"})
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Announce(1, 2**32 - 1, 0, True),
+        Attach(PEER, 65535, ShmHandle(1, 2, 3)),
+        Attach(PEER, 1, LocalHandle(1, 2**48, 3)),
+        Order(1, 0, (Participant(0, 1, 2, 3), Participant(5, 1, 2, 0))),
+        Heartbeat(),
+    ],
+)
+def test_messages_come_back_equal(message) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_flags_default_to_false() -> None:
+    frame = msgspec.msgpack.encode({"type": "Order", "number": 1, "stage": 0, "participants": []})
+    order = decode(frame)
+    assert (order.is_warmup, order.is_graph_capturing, order.is_graph_replaying) == (False, False, False)
+    order = decode(msgspec.msgpack.encode({**msgspec.msgpack.decode(frame), "is_warmup": True}))
+    assert (order.is_warmup, order.is_graph_capturing, order.is_graph_replaying) == (True, False, False)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        b"\x80\x04\x95cposix\nsystem\n.",
+        msgspec.msgpack.encode({"type": "Announce", "stage": 0, "lane_step": 1, "rows": 1, "surprise": 2}),
+        msgspec.msgpack.encode({"type": "Announce", "stage": "0", "lane_step": 1, "rows": 1}),
+        msgspec.msgpack.encode({"type": "Announce", "stage": 0, "lane_step": 1}),
+        msgspec.msgpack.encode({"type": "Announce", "stage": 0, "lane_step": 1, "rows": 1.5}),
+        msgspec.msgpack.encode({"type": "Nothing"}),
+        msgspec.msgpack.encode({"stage": 0}),
+        msgspec.msgpack.encode([1, 2]),
+        encode(Heartbeat()) + b"\x00",
+        b"\x00" * (MAX_MESSAGE_BYTES + 1),
+    ],
+)
+def test_anything_else_is_refused(frame: bytes) -> None:
+    with pytest.raises(AFDProtocolError, match="control frame of"):
+        decode(frame)
+
+
+def test_oversize_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(AFDProtocolError, match=f"allowed: up to {MAX_MESSAGE_BYTES}"):
+        encode(Shutdown("x" * MAX_MESSAGE_BYTES))
+
+
+def test_fingerprint_is_flat_text_and_compared_by_field() -> None:
+    config = AFDConfig(role="ffn", max_batch_tokens=64)
+    own = fingerprint(config, SPEC, torch.bfloat16, {"expert_identity": "cafe"})
+    assert all(isinstance(value, str) for value in own.values())
+    assert own["dtype"] == own["reply_dtype"] == "torch.bfloat16" and own["expert_layers"] == "1,3,4"
+    assert own == fingerprint(config.model_copy(update={"role": "attention", "port": 7}), SPEC, torch.bfloat16,
+                              {"expert_identity": "cafe"})  # fmt: skip
+    assert compare(own, dict(own), "F", "A") is None
+    for field in own:
+        refusal = compare(own, {**own, field: "other"}, "F", "A")
+        assert refusal is not None and refusal.field == field
+        assert f"{field} differs: F has {own[field]}, A has other" in refusal.message
+    more = compare(own, {**own, "later": "1"}, "F", "A")
+    assert more is not None and "F has (not sent), A has 1" in more.message
+
+
+def test_sequencer_merges_what_is_pending_and_numbers_it() -> None:
+    sequencer = Sequencer(2)
+    assert sequencer.take() is None
+    sequencer.announce(3, 7, Announce(0, 5, 9))
+    sequencer.announce(1, 8, Announce(0, 2, 0))
+    sequencer.announce(1, 8, Announce(1, 0, 4))
+    order = sequencer.take(0)
+    assert order == Order(1, 0, (Participant(1, 8, 2, 0), Participant(3, 7, 5, 9)))
+    assert sequencer.take(0) is None and sequencer.has_pending(1) and not sequencer.has_pending(0)
+    assert sequencer.take() == Order(2, 1, (Participant(1, 8, 0, 4),))
+
+
+def test_sequencer_keeps_kinds_apart_and_forgets_what_was_withdrawn() -> None:
+    sequencer = Sequencer(1)
+    sequencer.announce(0, 1, Announce(0, 0, 1, is_warmup=True))
+    sequencer.announce(1, 2, Announce(0, 0, 1))
+    sequencer.announce(2, 3, Announce(0, 0, 1))
+    first = sequencer.take()
+    assert first is not None and first.is_warmup and len(first.participants) == 1
+    sequencer.withdraw(1, 99)  # another session
+    sequencer.withdraw(2, 3, 0, 0)
+    second = sequencer.take()
+    assert second is not None and [p.attention_rank for p in second.participants] == [1]
+    sequencer.announce(1, 2, Announce(0, 4, 1))
+    sequencer.withdraw(1, 2, 0, 3)  # an older step
+    assert sequencer.has_pending()
+    sequencer.withdraw(1, 2)
+    assert not sequencer.has_pending()
+
+
+class Events(list):
+    def until(self, count: int, timeout_s: float = 5.0) -> Events:
+        deadline = time.monotonic() + timeout_s
+        while len(self) < count and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert len(self) >= count, self
+        return self
+
+
+@pytest.mark.timeout(30)
+def test_watcher_reports_an_ended_process_at_once_and_a_silent_one_in_time() -> None:
+    got, lost = Events(), Events()
+    server = Watcher("server", lambda link, message: got.append((link, message)), lambda *what: lost.append(what), 1.0)
+    endpoint = server.bind("127.0.0.1", 0)
+    with pytest.raises(AFDConfigError, match="cannot bind host='127.0.0.1' port="):
+        other = Watcher("other", lambda *_: None, lambda *_: None, 1.0)
+        try:
+            other.bind("127.0.0.1", int(endpoint.rsplit(":", 1)[1]))
+        finally:
+            other.stop()
+    server.start()
+    client = Watcher("client", lambda *_: None, lambda *_: None, 1.0)
+    client.start()
+    client.send(client.connect("server", endpoint), Announce(0, 1, 2))
+    link, message = got.until(1)[0]
+    assert message == Announce(0, 1, 2)
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    server.watch(link, sleeper.pid)
+    time.sleep(0.1)
+    start = time.monotonic()
+    sleeper.kill()
+    assert lost.until(1)[0] == (link, f"process {sleeper.pid} ended") and time.monotonic() - start < 0.4
+    sleeper.wait()
+    silent = client.connect("server again", endpoint)
+    client.send(silent, Announce(0, 2, 2))
+    link = got.until(2)[1][0]
+    server.watch(link, os.getpid())
+    assert "was silent for" in lost.until(2)[1][1]
+    client.stop()
+    server.stop()
+    server.stop()

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens when a rank dies, hangs, lies or does not fit: an error that names it, soon, and the others go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+from group import SPEC, Failed, new_group
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def failure(child, name: str, *args, **kwargs) -> Failed:
+    with pytest.raises(Failed) as caught:
+        child.call(name, *args, **kwargs)
+    return caught.value
+
+
+def test_killed_ffn_rank_is_named_with_layer_stage_and_step() -> None:
+    with new_group(1, 2) as group:
+        ffn, (attention,) = group.start_all()
+        attention.call("step", 3, seed=0)
+        attention.start("step", 3, seed=1, pause_s=0.3)  # waits between its layers
+        time.sleep(0.15)
+        ffn[1].kill()
+        with pytest.raises(Failed) as caught:
+            attention.result(5)
+        error = caught.value
+        assert error.name == "AFDPeerLost" and error.seconds < 3
+        assert error.fields == {"peer": "FFN rank 1", "layer": 3, "stage": 0, "step": 1}
+        assert f"process {ffn[1].process.pid} ended" in error.text
+        error = failure(attention, "step", 3, seed=2)
+        assert error.name == "AFDPeerLost" and error.fields["layer"] is None and error.seconds < 1
+        attention.call("close")
+
+
+def test_killed_ffn_rank_with_a_reply_outstanding_and_its_successor() -> None:
+    with new_group(1, 2) as group:
+        first = group.ffn(0)
+        slow = group.ffn(1, bank={"delay_s": 30.0})
+        attention = group.attention(0).start("step", 4, seed=0)
+        time.sleep(0.3)
+        slow.kill()
+        with pytest.raises(Failed) as caught:
+            attention.result(5)
+        assert caught.value.name == "AFDPeerLost" and caught.value.fields["peer"] == "FFN rank 1"
+        assert caught.value.fields["layer"] == 1 and caught.value.seconds < 3
+        attention.call("close")
+        second = group.ffn(1)  # FFN rank 0 served on; a new FFN rank 1 takes the free place
+        again = group.attention(0)
+        again.call("step", 4, seed=0)
+        again.call("close")
+        group.end([first, second])
+
+
+@pytest.mark.parametrize("ffn_ranks", [1, 2])
+def test_killed_attention_rank_leaves_the_others_served_and_can_come_back(ffn_ranks: int) -> None:
+    with new_group(2, ffn_ranks) as group:
+        ffn, (doomed, other) = group.start_all()
+        doomed.call("begin_step", 4)
+        other.start("step", 5, seed=1)  # may be in one step with the doomed rank
+        time.sleep(0.1)
+        doomed.kill()
+        other.result(5)
+        other.call("step", 2, seed=2)
+        back = group.attention(0)
+        for child in (back, other):
+            child.start("step", 6, seed=3)
+        for child in (back, other):
+            child.result()
+        reports = group.end(ffn)
+    assert all(report["attached"] == [] for report in reports)
+
+
+def test_killed_sequencer_ends_the_other_ffn_rank() -> None:
+    with new_group(1, 2) as group:
+        ffn, (attention,) = group.start_all()
+        ffn[0].kill()
+        with pytest.raises(Failed, match="FFN rank 1 ends: FFN rank 0 was lost: process"):
+            ffn[1].result(5)
+        assert failure(attention, "step", 1, seed=0).fields["peer"].startswith("FFN rank")
+
+
+def test_refusals_at_connect_name_the_field_and_both_values() -> None:
+    other = dataclasses.replace
+    cases = {
+        "max_batch_tokens": ({"max_batch_tokens": 32}, {}, ("16", "32")),
+        "num_stages": ({"num_stages": 2}, {}, ("1", "2")),
+        "num_attention_ranks": ({"num_attention_ranks": 3}, {}, ("2", "3")),
+        "reply_dtype": ({"reply_dtype": "bfloat16"}, {}, ("torch.float32", "torch.bfloat16")),
+        "hidden_size": ({}, {"spec": other(SPEC, hidden_size=32)}, ("24", "32")),
+        "expert_layers": ({}, {"spec": other(SPEC, expert_layers=(1, 3))}, ("1,3,4", "1,3")),
+        "config_hash": ({}, {"spec": other(SPEC, config_hash="other")}, ("0123456789abcdef", "other")),
+        "expert_identity": ({}, {"extra": {"expert_identity": "beef"}}, ("cafe", "beef")),
+    }
+    with new_group(2, 1, extra={"expert_identity": "cafe"}) as group:
+        ffn = group.ffn(0)
+        for field, (options, arguments, values) in cases.items():
+            child = group.attention(0, connect=False, **arguments, **options)
+            error = failure(child, "connect")
+            assert error.name == "AFDRefusedError" and error.fields["field"] == field, error
+            assert field in error.text and "FFN rank 0" in error.text and "attention rank 0" in error.text
+            assert all(value in error.text for value in values), error.text
+            child.pipe.send(("exit", (), {}))
+        error = failure(group.attention(7, connect=False), "connect")
+        assert error.name == "AFDConfigError" and "attention_rank is 7; allowed: 0 … 1" in error.text
+        good = group.attention(0)
+        error = failure(group.attention(0, connect=False), "connect")
+        assert error.fields["field"] == "rank" and f"process {good.process.pid}" in error.text
+        good.call("step", 3, seed=0)  # refusals left the group as it was
+        group.end([ffn])
+
+
+def test_ffn_rank_with_another_config_is_refused_at_register() -> None:
+    with new_group(1, 2) as group:
+        group.ffn(0)
+        with pytest.raises(Failed, match="max_batch_tokens differs: FFN rank 0 has 16, FFN rank 1 has 8") as caught:
+            group.ffn(1, max_batch_tokens=8)
+        assert caught.value.name == "AFDRefusedError"
+        error = failure(group.attention(0, connect=False, attach_timeout_s=0.5), "connect")
+        assert error.name == "AFDAttachError" and "FFN rank(s) 1 did not register" in error.text
+
+
+def test_more_rows_than_the_slot_holds_are_refused_before_anything_is_written() -> None:
+    with new_group() as group:
+        ffn, (attention,) = group.start_all()
+        error = failure(attention, "begin_step", 17)
+        assert error.name == "AFDCapacityError" and "17" in error.text and "max_batch_tokens=16" in error.text
+        attention.call("step", 16, seed=0)  # no step had been announced
+        (report,) = group.end(ffn)
+    assert report["steps"] == 1
+
+
+def test_a_step_given_up_leaves_the_others_and_the_next_step_works() -> None:
+    with new_group(2, 2, reply_timeout_s=10.0) as group:
+        ffn, (first, second) = group.start_all()
+        for attempt in range(3):
+            first.call("step", 4, seed=attempt, layers=1)  # one of three layers
+            second.start("step", 5, seed=attempt)
+            time.sleep(0.1)
+            error = failure(first, "end_step")
+            assert error.name == "AFDError" and "1 of 3 exchanged layers" in error.text
+            second.result(5)
+            first.call("step", 4, seed=10 + attempt)
+        group.end(ffn)
+
+
+def test_an_attention_rank_that_hangs_in_a_step_is_dropped_and_told() -> None:
+    with new_group(2, 1, peer_timeout_s=0.5) as group:
+        ffn, (hanging, other) = group.start_all()
+        hanging.call("step", 2, seed=0, layers=1)
+        other.start("step", 3, seed=1)
+        other.result(10)
+        time.sleep(0.7)
+        error = failure(hanging, "experts", 3, *_tensors(2))
+        assert error.name == "AFDStepAborted" and error.fields["peer"] == "FFN rank 0" and error.fields["layer"] == 3
+        assert "no request for layer 3 arrived within peer_timeout_s=0.5" in error.text
+        hanging.call("step", 2, seed=2)
+        group.end(ffn)
+
+
+def test_an_ffn_rank_that_is_too_slow_is_a_time_out() -> None:
+    with new_group(1, 2, reply_timeout_s=0.5) as group:
+        group.ffn(0)
+        group.ffn(1, bank={"delay_s": 3.0})
+        attention = group.attention(0)
+        error = failure(attention, "step", 2, seed=0)
+        where = {name: error.fields[name] for name in ("peer", "layer", "stage", "step")}
+        assert error.name == "AFDTimeoutError" and where == {"peer": "FFN rank 1", "layer": 1, "stage": 0, "step": 0}
+        assert "within 0.5 s" in error.text
+
+
+def test_a_fault_in_the_experts_reaches_attention_with_its_text() -> None:
+    with new_group() as group:
+        ffn = group.ffn(0, bank={"fail_at": 2})
+        attention = group.attention(0)
+        error = failure(attention, "step", 2, seed=0)
+        assert error.name == "AFDPeerLost" and error.fields["layer"] == 3 and "the planted fault" in error.text
+        with pytest.raises(Failed, match="RuntimeError: the planted fault"):
+            ffn.result(5)
+
+
+def test_wrong_calls_are_refused_by_name() -> None:
+    with new_group() as group:
+        ffn, (attention,) = group.start_all()
+        assert "call begin_step first" in failure(attention, "experts", 1, *_tensors(2)).text
+        attention.call("begin_step", 2)
+        assert "end_step or abort_step first" in failure(attention, "begin_step", 2).text
+        assert "layer_idx is 4 in step 0 of stage 0; allowed: 1" in failure(attention, "experts", 4, *_tensors(2)).text
+        assert "stage is 1; allowed: 0 … 0" in failure(attention, "begin_step", 2, 1).text
+        hidden, ids, weights = _tensors(17)
+        error = failure(attention, "experts", 1, hidden, ids, weights)
+        assert error.name == "AFDCapacityError" and "17 rows" in error.text and "max_batch_tokens=16" in error.text
+        assert "the step was begun with 2" in failure(attention, "experts", 1, *_tensors(1)).text
+        hidden, ids, weights = _tensors(2)
+        assert "hidden is torch.float64" in failure(attention, "experts", 1, hidden.double(), ids, weights).text
+        assert "topk_ids is (2, 2)" in failure(attention, "experts", 1, hidden, ids[:, :2], weights).text
+        attention.call("abort_step", "the test is over")
+        attention.call("step", 2, seed=0)
+        group.end(ffn)
+
+
+def _tensors(rows: int):
+    from group import random_layer
+
+    return random_layer(SPEC, rows, seed=0)
