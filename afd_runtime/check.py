@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-# Largest allowed |difference| of a logit, relative to the largest |logit| of its position. In fp32 a 1 % error of the
-# experts' weights shows as about 2e-4 and changes no token.
-TOLERANCES = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# Largest allowed |difference| of a logit, relative to the largest |logit| of its position, in float32. A 1 % error of
+# the experts' weights shows as 2e-4 or more and may change no token. In lower precision rounding alone flips near-ties
+# of the router, and right and wrong experts cannot be told apart, so checks are made in float32.
+TOLERANCE = 2e-5
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,8 @@ class Generated:
     logits: torch.Tensor
 
 
-def compare(divided: Mapping[int, Generated], undivided: Mapping[int, Generated], dtype: torch.dtype) -> CheckReport:
-    """Compares two runs, keyed by prompt index, that computed in ``dtype``."""
-    tolerance = TOLERANCES[dtype]
+def compare(divided: Mapping[int, Generated], undivided: Mapping[int, Generated]) -> CheckReport:
+    """Compares two runs, keyed by prompt index, that computed in float32."""
     tokens, largest, mismatches = 0, 0.0, []
     for index, expected in sorted(undivided.items()):
         got = divided.get(index)
@@ -61,11 +61,11 @@ def compare(divided: Mapping[int, Generated], undivided: Mapping[int, Generated]
         errors = relative_errors(got.logits, expected.logits, same + 1)
         tokens += same
         largest = max([largest, *errors])
-        mismatch = _first_mismatch(got.token_ids, expected.token_ids, errors, same, tolerance)
+        mismatch = _first_mismatch(got.token_ids, expected.token_ids, errors, same)
         if mismatch:
             mismatches.append(f"prompt {index}: {mismatch}")
     total = len(undivided)
-    return CheckReport(total - len(mismatches), total, tokens, largest, tolerance, tuple(mismatches))
+    return CheckReport(total - len(mismatches), total, tokens, largest, TOLERANCE, tuple(mismatches))
 
 
 def relative_errors(got: torch.Tensor, expected: torch.Tensor, positions: int) -> list[float]:
@@ -78,12 +78,10 @@ def relative_errors(got: torch.Tensor, expected: torch.Tensor, positions: int) -
     return torch.nan_to_num(error, nan=float("inf")).tolist()
 
 
-def _first_mismatch(
-    got: Sequence[int], expected: Sequence[int], errors: list[float], same: int, tolerance: float
-) -> str | None:
+def _first_mismatch(got: Sequence[int], expected: Sequence[int], errors: list[float], same: int) -> str | None:
     for position, error in enumerate(errors):
-        if error > tolerance:
-            return f"logits differ by {error:.1e} at new token {position} (allowed {tolerance:.0e})"
+        if error > TOLERANCE:
+            return f"logits differ by {error:.1e} at new token {position} (allowed {TOLERANCE:.0e})"
     if same < max(len(got), len(expected)):
         pair = [ids[same] if same < len(ids) else "the end" for ids in (got, expected)]
         return f"new token {same} is {pair[0]}, undivided it is {pair[1]}"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``afd`` command. Exit codes: 0 done, 1 the check found a difference, 2 refused, 3 a process failed."""
+"""The ``afd`` command. Exit codes: 0 done, 1 the check found a difference, 2 refused, 3 a process failed, 4 a bug."""
 
 from __future__ import annotations
 
 import sys
+import traceback
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ try:
 except ImportError:
     sys.exit("afd: this command needs more than the kernels; install it with: pip install 'afd[transformers]'")
 
-EXIT_MISMATCH, EXIT_REFUSED, EXIT_FAILED, EXIT_INTERRUPTED = 1, 2, 3, 130
+EXIT_MISMATCH, EXIT_REFUSED, EXIT_FAILED, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 
 app = typer.Typer(
     name="afd",
@@ -60,7 +61,7 @@ def generate(
     max_batch_tokens: MaxBatchTokens = 2048,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Control port; 0: a free one.")] = 0,
     check: Annotated[
-        bool, typer.Option("--check", help="Compare with the undivided model; exit 1 on a mismatch.")
+        bool, typer.Option("--check", help="Compare with the undivided model, in float32; exit 1 on a mismatch.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show what the processes write to stderr.")] = False,
@@ -111,6 +112,7 @@ def ffn(
     from afd_runtime.workers import refuse_device, serve_ffn_rank
 
     refuse_device(device)
+    _configure_logging()
     config = AFDConfig(
         role="ffn",
         host=host,
@@ -132,6 +134,7 @@ def attention_worker(job: Path) -> None:
     from afd_runtime.progress import open_display
     from afd_runtime.workers import AttentionJob, run_attention_rank
 
+    _configure_logging()
     with open_display(events=True) as display:
         run_attention_rank(msgspec.json.decode(job.read_bytes(), type=AttentionJob), display=display)
 
@@ -153,8 +156,8 @@ def main() -> None:
     except Exception as error:
         code = exit_code(error)
         if code is None:
-            raise
-        _end(describe(error), code)
+            traceback.print_exc()
+        _end(describe(error), code or EXIT_BUG)
 
 
 def exit_code(error: Exception) -> int | None:
@@ -200,6 +203,15 @@ def _run_generate(request: Any, as_json: bool) -> None:
         print_report(report, Console())
     if report.check is not None and not report.check.ok:
         raise typer.Exit(EXIT_MISMATCH)
+
+
+def _configure_logging() -> None:
+    import logging
+
+    from afd_runtime import envs
+
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("afd_runtime").setLevel(envs.AFD_LOG_LEVEL.get())
 
 
 def _end(message: str, code: int) -> None:

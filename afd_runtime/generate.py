@@ -40,7 +40,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """What ``afd generate`` was asked for. ``port`` 0 picks a free one; ``dtype`` "auto" is the checkpoint's."""
+    """What ``afd generate`` was asked for. ``port`` 0 picks a free one.
+
+    ``dtype`` "auto" is the checkpoint's; with ``check`` it is float32, and another one is refused.
+    """
 
     model: Path
     prompts: tuple[Prompt, ...]
@@ -54,6 +57,11 @@ class GenerateRequest:
     port: int = 0
     check: bool = False
     verbose: bool = False
+
+    @property
+    def chosen_dtype(self) -> str:
+        """What every process is told."""
+        return "float32" if self.check and self.dtype == "auto" else self.dtype
 
     def config(self, role: str, port: int) -> AFDConfig:
         """The group as a process of ``role`` sees it. Raises pydantic's ``ValidationError``."""
@@ -89,7 +97,7 @@ def generate(request: GenerateRequest, display: Display) -> GenerateReport:
 
     Raises ``ModelError`` or ``AFDConfigError`` before a process is started, ``ChildFailed`` afterwards.
     """
-    spec = validate(request)
+    validate(request)
     with tempfile.TemporaryDirectory(prefix="afd-") as run_dir:
         started = time.perf_counter()
         results = _serve(request, Path(run_dir), display)
@@ -97,14 +105,12 @@ def generate(request: GenerateRequest, display: Display) -> GenerateReport:
         prompts = sorted((p for result in results for p in result.prompts), key=lambda prompt: prompt.index)
         check = None
         if request.check:
-            check = _check(
-                request, model_dtype(request.dtype, spec), prompts, results[0].stop_ids, Path(run_dir), display
-            )
+            check = _check(request, prompts, results[0].stop_ids, Path(run_dir), display)
     return GenerateReport(prompts, total_layers(results), seconds, check)
 
 
-def validate(request: GenerateRequest) -> ModelSpec:
-    """Refuses what cannot work, before anything is loaded or started. Returns what the checkpoint is."""
+def validate(request: GenerateRequest) -> None:
+    """Refuses what cannot work, before anything is loaded or started."""
     refuse_device(request.device)
     if importlib.util.find_spec("transformers") is None:
         raise AFDConfigError("transformers is not installed; install it with: pip install 'afd[transformers]'")
@@ -113,7 +119,11 @@ def validate(request: GenerateRequest) -> ModelSpec:
     if not request.prompts:
         raise AFDConfigError("no prompt; give --prompt TEXT or --prompt-ids 1,2,3, each as often as you like")
     spec = ModelSpec.from_pretrained(request.model)
-    model_dtype(request.dtype, spec)
+    if model_dtype(request.chosen_dtype, spec) != torch.float32 and request.check:
+        raise AFDConfigError(
+            f"dtype is {request.dtype!r} with --check; allowed: float32, because rounding to less flips near-ties of "
+            "the router and hides what is wrong; leave --dtype or --check out"
+        )
     ExpertPlacement(request.placement, spec.num_experts, request.num_attention_ranks, request.num_ffn_ranks)  # type: ignore[arg-type]
     request.config("attention", request.port or 1)
     if len(request.prompts_of(0)) > request.max_batch_tokens:
@@ -126,7 +136,6 @@ def validate(request: GenerateRequest) -> ModelSpec:
         raise AFDConfigError(
             f"--prompt needs a tokenizer and {request.model} has none; give token ids: --prompt-ids 1,2,3"
         )
-    return spec
 
 
 def _check_ids(request: GenerateRequest) -> None:
@@ -171,7 +180,6 @@ def _serve(request: GenerateRequest, run_dir: Path, display: Display) -> list[At
 
 def _check(
     request: GenerateRequest,
-    dtype: torch.dtype,
     prompts: list[PromptResult],
     stop_ids: list[int],
     run_dir: Path,
@@ -184,13 +192,13 @@ def _check(
     prompt_ids = [prompt.prompt_ids for prompt in prompts]
     with ProcessGroup(forward_stderr=request.verbose) as group:
         ids, expected = run_undivided(
-            group, request.model, prompt_ids, request.max_new_tokens, dtype, request.device, run_dir, display
+            group, request.model, prompt_ids, request.max_new_tokens, torch.float32, request.device, run_dir, display
         )
     undivided = {
         prompt.index: Generated(cut_at_stop(row, stop_ids), logits)
         for prompt, row, logits in zip(prompts, ids.tolist(), expected, strict=True)
     }
-    return compare(divided, undivided, dtype)
+    return compare(divided, undivided)
 
 
 @contextmanager
@@ -210,7 +218,7 @@ def _ffn_command(request: GenerateRequest, ffn_rank: int, port: int) -> list[str
         "attention-ranks": request.num_attention_ranks,
         "placement": request.placement,
         "device": request.device,
-        "dtype": request.dtype,
+        "dtype": request.chosen_dtype,
         "max-batch-tokens": request.max_batch_tokens,
         "host": HOST,
         "port": port,
@@ -231,7 +239,7 @@ def _write_jobs(request: GenerateRequest, port: int, run_dir: Path) -> dict[int,
             config=request.config("attention", port).model_dump(exclude_defaults=True),
             attention_rank=rank,
             device=request.device,
-            dtype=request.dtype,
+            dtype=request.chosen_dtype,
             prompts=prompts,
             max_new_tokens=request.max_new_tokens,
             max_batch_tokens=request.max_batch_tokens,

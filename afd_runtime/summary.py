@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict
 from typing import Any
@@ -19,18 +20,19 @@ COLUMNS = ("layer", "rows", "out", "back", "wait", "experts", "reply")
 
 def print_report(report: GenerateReport, console: Console) -> None:
     """Ids (and text) of each prompt, the table of layers, the line of the check with what differs."""
+    write = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     for prompt in report.prompts:
         ids = ",".join(map(str, prompt.token_ids))
-        console.print(f"prompt {prompt.index} ({len(prompt.prompt_ids)} tokens): {ids}", markup=False, highlight=False, soft_wrap=True)
+        write(f"prompt {prompt.index} ({len(prompt.prompt_ids)} tokens): {ids}")
         if prompt.text is not None:
-            console.print(f"  {prompt.text!r}", markup=False, highlight=False, soft_wrap=True)
+            write(f"  {prompt.text!r}")
     console.print(layer_table(report.layers))
     tokens = sum(len(prompt.token_ids) for prompt in report.prompts)
-    console.print(f"{tokens} tokens in {report.seconds:.1f} s, start of all processes included", highlight=False)
+    write(f"{tokens} tokens in {report.seconds:.1f} s, start of all processes included")
     if report.check is not None:
         for line in report.check.mismatches:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-        console.print(report.check.line(), markup=False, highlight=False, soft_wrap=True)
+            write(line)
+        write(report.check.line())
 
 
 def layer_table(layers: dict[int, LayerStats]) -> Table:

@@ -44,7 +44,7 @@ def run_undivided(
     }
     flags = [f"--{option}={value}" for option, value in options.items()]
     child = group.start(name, python_script(Path(_greedy.__file__), *flags), runs_to_end=True)
-    display.note(name, f"generating for {len(prompt_ids)} prompts in a process of its own")
+    display.note(name, f"in a process of its own, prompts: {len(prompt_ids)}")
     follow(group, [child], display)
     saved = torch.load(out, weights_only=True)
     return saved["ids"], saved["logits"]

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import functools
+import signal
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,7 @@ def serve_ffn_rank(
     """Loads the experts of one FFN rank and serves them until SIGTERM or SIGINT. Needs no engine."""
     from afd_runtime.server import FFNServer
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until serve_forever handles it: it was asked to end
     name = f"FFN rank {ffn_rank}"
     spec = ModelSpec.from_pretrained(model)
     placement = ExpertPlacement(config.placement, spec.num_experts, config.num_attention_ranks, config.num_ffn_ranks)
@@ -120,9 +123,12 @@ def serve_ffn_rank(
     progress = functools.partial(display.progress, name)
     bank = ExpertBank.load(spec, experts, device=device, dtype=torch_dtype, progress=progress)
     server = FFNServer(config, ffn_rank, spec, bank, device=device, dtype=torch_dtype)
-    server.start()
-    display.note(name, f"experts {experts.start}-{experts.stop - 1} of {spec.num_experts} ready, {server.endpoint}")
-    server.serve_forever()
+    try:
+        server.start()
+        display.note(name, f"experts {experts.start}-{experts.stop - 1} of {spec.num_experts} ready, {server.endpoint}")
+        server.serve_forever()
+    finally:
+        server.stop()
 
 
 def run_attention_rank(job: AttentionJob, *, display: Display) -> None:
@@ -136,7 +142,7 @@ def run_attention_rank(job: AttentionJob, *, display: Display) -> None:
     session = AttentionSession.connect(config, job.attention_rank, spec, device=device, dtype=dtype)
     try:
         model = load_remote_model(job.model, session, dtype=dtype, device=device)
-        display.note(f"attention rank {job.attention_rank}", f"attached, generating for {len(job.prompts)} prompts")
+        display.note(f"attention rank {job.attention_rank}", f"attached, prompts: {len(job.prompts)}")
         stop_ids = _stop_ids(model)
         prompts = _generate(model, job, stop_ids)
         layers = {layer: LayerStats.of_session(stats) for layer, stats in session.stats.items()}

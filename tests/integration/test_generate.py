@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -11,6 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from afd_runtime.launch import reserve_port
 
@@ -88,6 +93,20 @@ def test_text_report(checkpoint: Callable, afd) -> None:
     assert "FFN rank 0: loaded" in done.stderr and "\x1b" not in done.stderr + done.stdout
 
 
+def test_text_prompt_with_the_checkpoints_tokenizer(checkpoint: Callable, afd, tmp_path: Path) -> None:
+    model = shutil.copytree(checkpoint("qwen3_moe"), tmp_path / "with-tokenizer")
+    words = {"[UNK]": 0, **{f"w{i}": i for i in range(1, 512)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    done = afd.run("generate", model, "--prompt=w5 w17 w3", "--max-new-tokens=4", "--check", "--json")
+    assert done.returncode == 0, done.stderr
+    (prompt,) = json.loads(done.stdout)["prompts"]
+    assert prompt["prompt_ids"] == [5, 17, 3] and len(prompt["token_ids"]) == 4
+    assert prompt["text"].split() == [f"w{i}" for i in prompt["token_ids"]]
+
+
 REFUSALS = [
     (["--device=cuda"], "the exchange between processes on GPUs is not there yet"),
     (["--placement=replicated", "--ffn-ranks=2"], "placement='replicated'"),
@@ -95,6 +114,7 @@ REFUSALS = [
     (["--prompt-ids=1,99999"], "99999"),
     (["--prompt-ids=1,x"], "1,x"),
     (["--dtype=int8"], "int8"),
+    (["--dtype=bfloat16", "--check"], "allowed: float32"),
     (["--ffn-ranks=99"], "99"),
     (["--max-batch-tokens=1"], "max_batch_tokens"),
 ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from afd_runtime.check import TOLERANCES, Generated, compare
+from afd_runtime.check import TOLERANCE, Generated, compare
 
 
 def _run(tokens: int = 5, vocab: int = 31, seed: int = 0) -> dict[int, Generated]:
@@ -20,7 +20,7 @@ def _changed(run: dict[int, Generated], **fields: object) -> dict[int, Generated
 
 
 def test_equal_runs_match() -> None:
-    report = compare(_run(), _run(), torch.float32)
+    report = compare(_run(), _run())
     assert report.ok and report.line() == "match: 3/3 prompts, 15 tokens, max logit error 0.0e+00"
 
 
@@ -28,8 +28,8 @@ def test_equal_runs_match() -> None:
 def test_tolerance_is_relative_to_the_largest_logit_of_the_position(factor: float, ok: bool) -> None:
     run = _run()
     logits = run[1].logits.clone()
-    logits[3, 7] += factor * TOLERANCES[torch.float32] * logits[3].abs().max()
-    report = compare(_changed(run, logits=logits), run, torch.float32)
+    logits[3, 7] += factor * TOLERANCE * logits[3].abs().max()
+    report = compare(_changed(run, logits=logits), run)
     assert report.ok is ok
     assert report.max_logit_error == pytest.approx(factor * 2e-5, rel=0.02)
     assert ok or ("prompt 1: logits differ" in report.mismatches[0] and "token 3" in report.mismatches[0])
@@ -39,7 +39,7 @@ def test_nan_is_a_mismatch() -> None:
     run = _run()
     logits = run[1].logits.clone()
     logits[2, 0] = float("nan")
-    report = compare(_changed(run, logits=logits), run, torch.float32)
+    report = compare(_changed(run, logits=logits), run)
     assert not report.ok and report.max_logit_error == float("inf")
 
 
@@ -47,13 +47,13 @@ def test_tokens_after_a_difference_are_not_counted() -> None:
     run = _run()
     ids = list(run[1].token_ids)
     ids[2] += 1
-    report = compare(_changed(run, token_ids=ids), run, torch.float32)
+    report = compare(_changed(run, token_ids=ids), run)
     assert report.matched == 2 and report.tokens == 12 and "new token 2" in report.mismatches[0]
 
 
 def test_early_end_missing_prompt_and_no_prompt_are_mismatches() -> None:
     run = _run()
     short = _changed(run, token_ids=run[1].token_ids[:3], logits=run[1].logits[:3])
-    assert "the end" in compare(short, run, torch.float32).mismatches[0]
-    assert "nothing" in compare({0: run[0], 2: run[2]}, run, torch.float32).mismatches[0]
-    assert not compare({}, {}, torch.float32).ok
+    assert "the end" in compare(short, run).mismatches[0]
+    assert "nothing" in compare({0: run[0], 2: run[2]}, run).mismatches[0]
+    assert not compare({}, {}).ok
