@@ -84,7 +84,7 @@ def _scores(logits, valid, SCORING: tl.constexpr):
         x = tl.where(valid, x, -_FLOAT_MAX)
         top = tl.max(tl.max(x, axis=1), axis=0)
         e = tl.where(valid, tl.exp(x - top), 0.0)
-        return e / tl.maximum(tl.sum(tl.sum(e, axis=1), axis=0), 1e-38)
+        return e / tl.maximum(tl.sum(tl.sum(e, axis=1), axis=0), 1e-37)
     elif SCORING == "sigmoid":
         return tl.where(valid, 1.0 / (1.0 + tl.exp(-x)), 0.0)
     else:

@@ -114,44 +114,36 @@ def _wait_kernel(
     # a lane that is not waited for polls the first waited slot: every thread of the vector loads some valid word
     any_slot = tl.max(tl.where(waited, slot, 0), axis=0)
     address = tl.where(waited, slot, any_slot) + _SIGNAL_OFFSET
-    code = tl.full((), 0, tl.int64)
     polls = tl.full((), 0, tl.int64)
     if _INTERPRETED:
         start = polls
     else:
         start = _global_timer()
     pending = tl.sum(waited.to(tl.int32), axis=0)
-    observed = tl.zeros((D_PAD,), tl.int64)
-    missing = waited
-    while pending > 0:
+    while pending > 0:  # only scalars are carried: triton 3.6 cannot lower vectors here
         observed = load_acquire(address)
         missing = waited & (observed != expected)
+        foreign = (observed != 0) & ((observed >> _SESSION_BITS) != (expected >> _SESSION_BITS))
+        newer = (observed & _BELOW_SESSION) > (expected & _BELOW_SESSION)
+        wrong = missing & (foreign | newer)
         pending = tl.sum(missing.to(tl.int32), axis=0)
-        foreign = missing & (observed != 0) & ((observed >> _SESSION_BITS) != (expected >> _SESSION_BITS))
-        newer = missing & ((observed & _BELOW_SESSION) > (expected & _BELOW_SESSION))
-        if tl.sum((foreign | newer).to(tl.int32), axis=0) > 0:
-            code = tl.full((), 3, tl.int64)
-            missing = foreign | newer
-            pending = 0
         polls += 1
-        if pending > 0:
-            if polls % ABORT_EVERY == 0:
-                if tl.load(abort_ptr, volatile=True) != 0:
-                    code = tl.full((), 2, tl.int64)
-                    pending = 0
-            if _INTERPRETED:
-                now = polls
-            else:
-                now = _global_timer()
-            if (pending > 0) & (now - start > limit):
-                code = tl.full((), 1, tl.int64)
-                pending = 0
-    if code != 0:
-        peer = tl.min(tl.where(missing, offs, D_PAD), axis=0)
-        tl.store(status_ptr + 1, peer.to(tl.int64))
-        tl.store(status_ptr + 2, tl.sum(tl.where(offs == peer, expected, 0), axis=0))
-        tl.store(status_ptr + 3, tl.sum(tl.where(offs == peer, observed, 0), axis=0))
-        tl.store(status_ptr, code)
+        if _INTERPRETED:
+            now = polls
+        else:
+            now = _global_timer()
+        code = tl.where(now - start > limit, 1, 0)
+        if polls % ABORT_EVERY == 0:
+            code = tl.where(tl.load(abort_ptr, volatile=True) != 0, 2, code)
+        any_wrong = tl.sum(wrong.to(tl.int32), axis=0)
+        code = tl.where(any_wrong > 0, 3, code)
+        if (pending > 0) & (code != 0):
+            peer = tl.min(tl.where(wrong | (missing & (any_wrong == 0)), offs, D_PAD), axis=0)
+            tl.store(status_ptr + 1, peer.to(tl.int64))
+            tl.store(status_ptr + 2, tl.sum(tl.where(offs == peer, expected, 0), axis=0))
+            tl.store(status_ptr + 3, tl.sum(tl.where(offs == peer, observed, 0), axis=0))
+            tl.store(status_ptr, code.to(tl.int64))
+            pending = 0
 
 
 def wait(
