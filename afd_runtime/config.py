@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``AFDConfig``: what an AFD process needs to know about its group. Validates itself; frozen; unknown keys are refused."""
+"""``AFDConfig``: what an AFD process needs to know about its group. Frozen; it validates itself."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class AFDConfig(BaseModel):
     placement: ``sharded`` (each FFN rank holds a block of the experts) or ``replicated`` (each holds all).
     max_batch_tokens: most rows of one step of one attention rank, the capacity of every slot.
     num_stages: micro-batches in flight. reply_dtype: dtype of replies; None is the model's.
-    reply_timeout_s: attention waits so long for a reply; None: 5 s on cuda, 60 s on cpu.
-    peer_timeout_s: an FFN rank waits so long for a request of a peer that lives.
+    reply_timeout_s: attention waits so long for a reply; None: 5 s on cuda, 5 s more than ``peer_timeout_s`` on cpu.
+    peer_timeout_s: an FFN rank waits so long for a request of a peer that lives; then it goes on without that peer.
     attach_timeout_s: to find the group and attach to all of it. liveness_timeout_s: a silent peer is lost after it.
     fabric: ``shm`` (processes of one host), ``local`` (threads of one process), ``auto`` (shm).
     """
@@ -40,19 +40,19 @@ class AFDConfig(BaseModel):
 
     role: Literal["attention", "ffn"]
     host: str = "127.0.0.1"
-    port: int = Field(DEFAULT_PORT, ge=0, le=65535)
+    port: int = Field(default=DEFAULT_PORT, ge=0, le=65535)
     bind_host: str | None = None
-    num_attention_ranks: int = Field(1, ge=1, le=MAX_RANKS)
-    num_ffn_ranks: int = Field(1, ge=1, le=MAX_RANKS)
+    num_attention_ranks: int = Field(default=1, ge=1, le=MAX_RANKS)
+    num_ffn_ranks: int = Field(default=1, ge=1, le=MAX_RANKS)
     placement: Literal["sharded", "replicated"] = "sharded"
     connector: str = "p2p"
     compute_gate_on_attention: bool = True
-    max_batch_tokens: int = Field(2048, ge=1, le=1 << 20)
-    num_stages: int = Field(1, ge=1, le=MAX_STAGES)
-    reply_timeout_s: float | None = Field(None, gt=0)
-    peer_timeout_s: float = Field(60.0, gt=0)
-    attach_timeout_s: float = Field(120.0, gt=0)
-    liveness_timeout_s: float = Field(10.0, ge=1)
+    max_batch_tokens: int = Field(default=2048, ge=1, le=1 << 20)
+    num_stages: int = Field(default=1, ge=1, le=MAX_STAGES)
+    reply_timeout_s: float | None = Field(default=None, gt=0)
+    peer_timeout_s: float = Field(default=60.0, gt=0)
+    attach_timeout_s: float = Field(default=120.0, gt=0)
+    liveness_timeout_s: float = Field(default=10.0, ge=1)
     reply_dtype: Literal["float32", "float16", "bfloat16"] | None = None
     fabric: Literal["auto", "shm", "local"] = "auto"
 
@@ -61,8 +61,8 @@ class AFDConfig(BaseModel):
         if self.placement == "replicated" and self.num_attention_ranks < self.num_ffn_ranks:
             raise ValueError(
                 f"placement='replicated' with num_attention_ranks={self.num_attention_ranks} and num_ffn_ranks="
-                f"{self.num_ffn_ranks}: an FFN rank would serve nobody; allowed: at least as many attention ranks as FFN "
-                "ranks; use placement='sharded' or fewer FFN ranks"
+                f"{self.num_ffn_ranks}: an FFN rank would serve nobody; allowed: at least as many attention ranks as "
+                "FFN ranks; use placement='sharded' or fewer FFN ranks"
             )
         if self.port == 0 and self.role == "attention":
             raise ValueError("port=0 with role='attention': allowed: 1 … 65535, the port that FFN rank 0 prints")
@@ -79,7 +79,7 @@ class AFDConfig(BaseModel):
 
     def reply_timeout(self, device: torch.device) -> float:
         """Seconds that attention waits for a reply on ``device``."""
-        return self.reply_timeout_s or (5.0 if device.type == "cuda" else 60.0)
+        return self.reply_timeout_s or (5.0 if device.type == "cuda" else self.peer_timeout_s + 5.0)
 
     def token(self) -> str:
         """The group's token (``AFD_TOKEN``). Raises ``AFDConfigError`` where one is needed and none is set."""

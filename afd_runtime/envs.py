@@ -50,11 +50,16 @@ AFD_TOKEN: Variable[str] = Variable(
     "AFD_TOKEN", str, "", "Shared secret of one AFD group; required when the control port is not on loopback."
 )
 AFD_FORBID_REFERENCE: Variable[bool] = Variable(
-    "AFD_FORBID_REFERENCE", _flag, False, "Makes a plain-torch reference on a CUDA tensor an error (read by afd_kernels)."
+    "AFD_FORBID_REFERENCE",
+    _flag,
+    False,
+    "Makes a plain-torch reference on a CUDA tensor an error (read by afd_kernels).",
 )
 AFD_ALLOW_UNTESTED_VLLM: Variable[bool] = Variable(
     "AFD_ALLOW_UNTESTED_VLLM", _flag, False, "Lets the vLLM plugin load on a version that is not tested."
 )
-AFD_LOG_LEVEL: Variable[str] = Variable("AFD_LOG_LEVEL", _level, "INFO", "Level of the `afd_runtime` logger in the CLI.")
+AFD_LOG_LEVEL: Variable[str] = Variable(
+    "AFD_LOG_LEVEL", _level, "INFO", "Level of the `afd_runtime` logger in the CLI."
+)
 
 VARIABLES: tuple[Variable, ...] = (AFD_TOKEN, AFD_FORBID_REFERENCE, AFD_ALLOW_UNTESTED_VLLM, AFD_LOG_LEVEL)

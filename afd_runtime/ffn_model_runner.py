@@ -52,8 +52,8 @@ class GPUFFNModelRunner:
     ) -> None:
         if connector.control_plane is None:
             raise NoControlPlaneError(
-                f"connector {type(connector).__name__} has control_plane=None; the FFN runner is driven by a control plane; "
-                "use a connector that has one, such as 'p2p'"
+                f"connector {type(connector).__name__} has control_plane=None; the FFN runner is driven by a control "
+                "plane; use a connector that has one, such as 'p2p'"
             )
         self.connector, self.model, self.layers = connector, model, tuple(layers)
         self.compute_gate_on_attention, self.use_cuda_graph = compute_gate_on_attention, use_cuda_graph
@@ -94,7 +94,7 @@ class GPUFFNModelRunner:
     def _find_graph(
         self, dp_metadata_list: Mapping[int, AFDDPMetadata], is_graph_replaying: bool
     ) -> Callable[[], None] | None:
-        """With ``any_layout`` the smallest captured class whose bound holds each count; otherwise only the exact key."""
+        """With ``any_layout`` the smallest captured class that holds each count; otherwise only the exact key."""
         key = graph_key(dp_metadata_list)
         if not self.connector.any_layout:
             return self.graphs.get(key) if is_graph_replaying else None
@@ -119,8 +119,8 @@ class GPUFFNModelRunner:
         if self.compute_gate_on_attention:
             if payload.router_logits is None:
                 raise AFDError(
-                    f"layer {layer_idx} arrived without routing and router_logits while compute_gate_on_attention=True; "
-                    "the attention side must send one of them"
+                    f"layer {layer_idx} arrived without routing and router_logits while "
+                    "compute_gate_on_attention=True; the attention side must send one of them"
                 )
             return self.model.compute_experts_output(payload.hidden_states, layer_idx, payload.router_logits)
         return self.model.compute_ffn_output(payload.hidden_states, layer_idx, input_ids=payload.input_ids)

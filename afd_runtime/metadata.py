@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class AFDDPMetadata:
     """Tokens of each attention rank in one stage of a step.
 
-    num_tokens_across_dp_cpu: int32[dp] on the CPU; 0: that rank is not in the step. max_tokens_across_dp_cpu: the largest.
+    num_tokens_across_dp_cpu: int32[dp] on the CPU; 0: that rank is not in the step. max_tokens_across_dp_cpu: the
+    largest.
     """
 
     num_tokens_across_dp_cpu: torch.Tensor

@@ -107,8 +107,11 @@ class AttentionSession:
 
     @property
     def stats(self) -> dict[int, dict[str, Any]]:
-        """Sums by layer: exchanges, rows, rows_sent, bytes_out, bytes_back, wait_s of this rank, and of its FFN ranks since
-        their start ffn_wait_s, experts_s and reply_s (the slowest rank of each). Asks the FFN ranks while attached."""
+        """Sums by layer: exchanges, rows, rows_sent, bytes_out, bytes_back and wait_s of this rank.
+
+        Also ffn_wait_s, experts_s and reply_s of its FFN ranks since their start (the slowest rank of each); asks them
+        while attached.
+        """
         if self.connector.is_initialized:
             self._fetch_ffn_stats()
         return {

@@ -80,10 +80,13 @@ class FFNServer:
     @property
     def attached(self) -> tuple[int, ...]:
         """The attention ranks that are attached now."""
-        return tuple(sorted(self.connector.ffn.control.ranks))
+        return tuple(sorted(self.connector.ffn.control.lanes.ranks))
 
     def start(self) -> None:
-        """Binds the port; an FFN rank past 0 registers at FFN rank 0. Raises ``AFDRefusedError`` or ``AFDAttachError``."""
+        """Binds the port; an FFN rank past 0 registers at FFN rank 0.
+
+        Raises ``AFDRefusedError`` or ``AFDAttachError``.
+        """
         self.runner.initialize_afd_connector()
 
     def serve_forever(self, *, handle_signals: bool = True) -> None:

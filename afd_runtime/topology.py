@@ -47,8 +47,8 @@ def role_rank(*, dp_rank: int = 0, pcp_rank: int = 0, tp_rank: int = 0, pcp_size
 class ExpertPlacement:
     """Says where (attention rank, expert) is computed.
 
-    ``sharded``: FFN rank f holds a contiguous block of the experts, the remainder on the leading ranks, and serves every
-    attention rank. ``replicated``: every FFN rank holds all experts and serves its block of attention ranks.
+    ``sharded``: FFN rank f holds a contiguous block of the experts, the remainder on the leading ranks, and serves
+    every attention rank. ``replicated``: every FFN rank holds all experts and serves its block of attention ranks.
     """
 
     kind: Literal["sharded", "replicated"]
@@ -64,14 +64,14 @@ class ExpertPlacement:
                 raise AFDConfigError(f"{name} is {getattr(self, name)}; allowed: 1 or more")
         if self.kind == "sharded" and self.num_ffn_ranks > self.num_experts:
             raise AFDConfigError(
-                f"placement='sharded' with num_ffn_ranks={self.num_ffn_ranks} and num_experts={self.num_experts}: an FFN "
-                f"rank would hold no expert; allowed: at most {self.num_experts} FFN ranks"
+                f"placement='sharded' with num_ffn_ranks={self.num_ffn_ranks} and num_experts={self.num_experts}: an "
+                f"FFN rank would hold no expert; allowed: at most {self.num_experts} FFN ranks"
             )
         if self.kind == "replicated" and self.num_attention_ranks < self.num_ffn_ranks:
             raise AFDConfigError(
                 f"placement='replicated' with num_attention_ranks={self.num_attention_ranks} and "
-                f"num_ffn_ranks={self.num_ffn_ranks}: an FFN rank would serve nobody; allowed: at least as many attention "
-                "ranks as FFN ranks; use placement='sharded' or fewer FFN ranks"
+                f"num_ffn_ranks={self.num_ffn_ranks}: an FFN rank would serve nobody; allowed: at least as many "
+                "attention ranks as FFN ranks; use placement='sharded' or fewer FFN ranks"
             )
 
     def local_experts(self, ffn_rank: int) -> range:
@@ -103,8 +103,8 @@ class ExpertPlacement:
     def sequencer(self, attention_rank: int) -> int:
         """The FFN rank that numbers an attention rank's steps: the first of its peers.
 
-        With ``sharded`` that is FFN rank 0 for everybody, so all FFN ranks serve one order of steps. With ``replicated``
-        a lane lives on one FFN rank only, which needs no order but its own.
+        With ``sharded`` that is FFN rank 0 for everybody, so all FFN ranks serve one order of steps. With
+        ``replicated`` a lane lives on one FFN rank only, which needs no order but its own.
         """
         return self.peers(attention_rank)[0]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows: the memory that one (attention rank, FFN rank) pair exchanges messages through.
 
-``WindowLayout`` gives sizes before anything is allocated. A fabric allocates windows and maps those of a peer by a typed
-handle. Shared memory is a sealed memfd: it has no name, so a killed process leaves nothing behind.
+``WindowLayout`` gives sizes before anything is allocated. A fabric allocates windows and maps those of a peer by a
+typed handle. Shared memory is a sealed memfd: it has no name, so a killed process leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import torch
@@ -101,11 +101,12 @@ class LocalHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
 
 
 WindowHandle = ShmHandle | LocalHandle
+H = TypeVar("H", ShmHandle, LocalHandle)
 
 
 @dataclass(eq=False)
 class Window:
-    """Mapped memory. buffer: uint8[nbytes], zero when it was allocated; handle: for the peer; it lives until ``close``."""
+    """Mapped memory, until ``close``. buffer: uint8[nbytes], zero when it was allocated. handle: for the peer."""
 
     buffer: torch.Tensor
     handle: WindowHandle
@@ -141,7 +142,7 @@ class Fabric(ABC):
     def open(self, handle: WindowHandle, nbytes: int) -> Window:
         """Maps a peer's window. Raises ``AFDError`` unless it exists and has exactly ``nbytes``."""
 
-    def _check(self, handle: WindowHandle, kind: type, nbytes: int) -> None:
+    def _checked(self, handle: WindowHandle, kind: type[H], nbytes: int) -> H:
         if not isinstance(handle, kind):
             raise AFDError(
                 f"the peer's window is of the fabric {type(handle).__struct_config__.tag!r}, this process uses "
@@ -149,6 +150,7 @@ class Fabric(ABC):
             )
         if handle.nbytes != nbytes:
             raise AFDError(f"the peer's window has {handle.nbytes} bytes; this process expects {nbytes}")
+        return handle
 
 
 class SharedMemoryFabric(Fabric):
@@ -171,16 +173,16 @@ class SharedMemoryFabric(Fabric):
         return Window(buffer, ShmHandle(os.getpid(), fd, nbytes), fd)
 
     def open(self, handle: WindowHandle, nbytes: int) -> Window:
-        self._check(handle, ShmHandle, nbytes)
-        path = f"/proc/{handle.pid:d}/fd/{handle.fd:d}"
+        shm = self._checked(handle, ShmHandle, nbytes)
+        path = f"/proc/{shm.pid:d}/fd/{shm.fd:d}"
         try:
             if not re.fullmatch(r"/memfd:afd-window( \(deleted\))?", os.readlink(path)):
                 raise AFDError(f"{path} of the peer is not an AFD window")
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise AFDError(
-                f"cannot map the window of process {handle.pid}: {error}; both processes must run as the same user in one "
-                "PID namespace (containers: share it, for example with --pid=host)"
+                f"cannot map the window of process {handle.pid}: {error}; both processes must run as the same user "
+                "in one PID namespace (containers: share it, for example with --pid=host)"
             ) from error
         try:
             # without the seal a peer could shrink the file under this mapping, which ends this process with SIGBUS
@@ -213,13 +215,13 @@ class LocalFabric(Fabric):
         return window
 
     def open(self, handle: WindowHandle, nbytes: int) -> Window:
-        self._check(handle, LocalHandle, nbytes)
+        local = self._checked(handle, LocalHandle, nbytes)
         with self._lock:
-            window = self._windows.get(handle.key) if handle.pid == os.getpid() else None
+            window = self._windows.get(local.key) if local.pid == os.getpid() else None
         if window is None:
             raise AFDError(
-                f"fabric='local' connects threads of one process; the peer is process {handle.pid}, this is {os.getpid()}; "
-                "use fabric='shm'"
+                f"fabric='local' connects threads of one process; the peer is process {handle.pid}, this is "
+                f"{os.getpid()}; use fabric='shm'"
             )
         return Window(window.buffer, handle)
 

@@ -16,7 +16,10 @@ class AFDControlPlane(ABC):
 
     @abstractmethod
     def recv_dp_metadata_list(self, stage: int | None = None) -> AFDControlPayload:
-        """Waits for the next step (of ``stage``; None: of any). Raises ``AFDShutdownError`` when there is none any more."""
+        """Waits for the next step of ``stage`` (None: of any).
+
+        Raises ``AFDShutdownError`` when there is none any more.
+        """
 
     @abstractmethod
     def send_dp_metadata_list(self, payload: AFDControlPayload) -> None:

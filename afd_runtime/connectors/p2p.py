@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``P2PAFDConnector``: writes straight into the peer's buffers. One class for both roles; ``config.role`` picks the side."""
+"""``P2PAFDConnector``: writes straight into the peer's buffers. ``config.role`` picks the side."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class P2PAFDConnector(AFDConnector):
     ) -> None:
         if not config.compute_gate_on_attention:
             raise AFDConfigError(
-                "compute_gate_on_attention=False with connector='p2p': allowed in this version: True; set it on both sides"
+                "compute_gate_on_attention=False with connector='p2p': allowed in this version: True; set it on both "
+                "sides"
             )
         self.config, self.rank, self.spec = config, rank, spec
         extra = expert_identity_field(spec) if fingerprint_extra is None else fingerprint_extra

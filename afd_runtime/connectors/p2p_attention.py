@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention side of the p2p connector: begins steps, sends rows straight into the peers' slots, adds up the replies."""
+"""The attention side of the p2p connector: begins steps, sends rows into the peers' slots, adds up the replies."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Lane:
     """One stage of this attention rank.
 
-    slots, reply_slots: int64[D] for D peers. state: int64[8]. abort: int32[1]. status: int64[8]. step: of this lane, from
-    0; rows: of the step, None between steps; layer_index: exchanged layers that were sent.
+    slots, reply_slots: int64[D] for D peers. state: int64[8]. abort: int32[1]. status: int64[8]. step: of this lane,
+    from 0; rows: of the step, None between steps; layer_index: exchanged layers that were sent.
     """
 
     def __init__(self, num_peers: int, device: torch.device) -> None:
@@ -115,8 +115,8 @@ class AttentionSide(AFDControlPlane):
         lane = self.lane(stage)
         if num_rows > self.config.max_batch_tokens:
             raise AFDCapacityError(
-                f"num_rows is {num_rows}; allowed: up to max_batch_tokens={self.config.max_batch_tokens}; split the batch, "
-                "or raise max_batch_tokens on both sides"
+                f"num_rows is {num_rows}; allowed: up to max_batch_tokens={self.config.max_batch_tokens}; split the "
+                "batch, or raise max_batch_tokens on both sides"
             )
         if num_rows < 0:
             raise AFDError(f"num_rows is {num_rows}; allowed: 0 … {self.config.max_batch_tokens}")
@@ -194,8 +194,8 @@ class AttentionSide(AFDControlPlane):
             )
         if hidden.shape[0] > self.config.max_batch_tokens:
             raise AFDCapacityError(
-                f"hidden has {hidden.shape[0]} rows; allowed: up to max_batch_tokens={self.config.max_batch_tokens}; split "
-                "the batch, or raise max_batch_tokens on both sides"
+                f"hidden has {hidden.shape[0]} rows; allowed: up to max_batch_tokens={self.config.max_batch_tokens}; "
+                "split the batch, or raise max_batch_tokens on both sides"
             )
         if hidden.shape[0] < lane.rows:
             raise AFDError(
@@ -234,8 +234,8 @@ class AttentionSide(AFDControlPlane):
                 raise AFDTimeoutError(f"sent no reply within {self._timeout_s:g} s", **where)
             if code == StatusCode.PROTOCOL:
                 raise AFDProtocolError(
-                    f"{where['peer']} answered with the signal word {observed:#x}; expected {expected:#x} (layer {layer}, "
-                    f"stage {stage}, step {lane.step})"
+                    f"{where['peer']} answered with the signal word {observed:#x}; expected {expected:#x} (layer "
+                    f"{layer}, stage {stage}, step {lane.step})"
                 )
             raise AFDError(f"the wait for {where['peer']} was aborted (layer {layer}, stage {stage}, step {lane.step})")
         except AFDError as error:

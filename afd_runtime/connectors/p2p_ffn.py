@@ -17,9 +17,10 @@ from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, Header, Lane, begin_s
 from afd_kernels.signal import Status, StatusCode
 from afd_runtime.config import AFDConfig
 from afd_runtime.connectors.base import AFDControlPlane
-from afd_runtime.control_plane.ffn import AttachedRank, FFNControlPlane
+from afd_runtime.control_plane.ffn import FFNControlPlane
 from afd_runtime.control_plane.fingerprint import fingerprint
-from afd_runtime.control_plane.messages import LayerTotals, Order, Participant
+from afd_runtime.control_plane.lanes import Member
+from afd_runtime.control_plane.messages import LayerTotals, Order
 from afd_runtime.errors import AFDError
 from afd_runtime.metadata import (
     AFDA2FTransferPayload,
@@ -40,7 +41,8 @@ logger = logging.getLogger("afd_runtime.ffn")
 class StageTables:
     """What the kernels of one stage read: slot addresses and lane states of the attention ranks served here.
 
-    slots, reply_slots: int64[A], 0 where a rank is not in the step. lanes: int64[A, 8]. abort: int32[1]. status: int64[8].
+    slots, reply_slots: int64[A], 0 where a rank is not in the step. lanes: int64[A, 8]. abort:
+    int32[1]. status: int64[8].
     """
 
     def __init__(self, num_lanes: int, device: torch.device) -> None:
@@ -67,7 +69,7 @@ class Step:
 
     order: Order
     layers_left: int
-    members: dict[int, tuple[AttachedRank, Participant]] = field(default_factory=dict)  # by index into the tables
+    members: dict[int, Member] = field(default_factory=dict)  # by index into the tables
     received_at: float = 0.0
 
 
@@ -195,9 +197,9 @@ class FFNSide(AFDControlPlane):
 
     def send_ffn_output(self, out: torch.Tensor, context: AFDTransferContext) -> None:
         """Answers every lane that is still in the step. out: [cap_rows * top_k, H], of each pair."""
-        step, schedule = context.states
         stage, layer = context.metadata.stage_idx, context.metadata.layer_idx
-        if step is not self._steps[stage]:
+        step, schedule = self._steps[stage], context.states[1]
+        if step is None or step is not context.states[0]:
             raise AFDError(f"context is of a step that stage {stage} has left; answer before the next step is received")
         computed = time.perf_counter()
         tables = self.tables[stage]
@@ -217,10 +219,11 @@ class FFNSide(AFDControlPlane):
 
     def _arrival(self, stage: int) -> ExpertSchedule:
         tables = self.tables[stage]
-        self._schedules[stage] = afd_kernels.arrival(
-            tables.slots, tables.lanes, self.layout.request, schedule=self._schedules[stage]
+        schedule = self._schedules[stage]
+        self._schedules[stage] = schedule = afd_kernels.arrival(
+            tables.slots, tables.lanes, self.layout.request, schedule=schedule
         )
-        return self._schedules[stage]
+        return schedule
 
     def _local(self, schedule: ExpertSchedule) -> ExpertSchedule:
         """The schedule over this rank's experts; the last ranks may hold fewer than the layout has places for."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control plane of one FFN rank. FFN rank 0 is also the rendezvous, and the sequencer where lanes span FFN ranks."""
+"""The control plane of one FFN rank.
+
+FFN rank 0 is also the rendezvous, and the sequencer where lanes span FFN ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,14 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 
 from afd_runtime.config import AFDConfig
 from afd_runtime.control_plane.fingerprint import check_peer, machine_id
+from afd_runtime.control_plane.lanes import AttachedRank, LaneTable, Member
 from afd_runtime.control_plane.messages import (
     Abort,
-    Aborted,
     Announce,
     Attach,
     Attached,
@@ -26,7 +28,6 @@ from afd_runtime.control_plane.messages import (
     LayerTotals,
     Message,
     Order,
-    Participant,
     Peer,
     Refused,
     Register,
@@ -40,39 +41,9 @@ from afd_runtime.control_plane.sequencer import Sequencer
 from afd_runtime.control_plane.transport import Link, Watcher, endpoint_of
 from afd_runtime.errors import AFDAttachError, AFDError, AFDProtocolError, AFDRefusedError, AFDShutdownError
 from afd_runtime.topology import ExpertPlacement
-from afd_runtime.window import Fabric, Window, WindowLayout
+from afd_runtime.window import Fabric, WindowLayout
 
 logger = logging.getLogger("afd_runtime.ffn")
-
-
-@dataclass(eq=False)
-class AttachedRank:
-    """One attached attention rank: its windows, and for each stage the last step that it gave up."""
-
-    attention_rank: int
-    session: int
-    link: Link
-    request: Window
-    reply: Window
-    given_up: list[int]
-    announced: list[int]
-    lost: str | None = None
-
-    def in_step(self, stage: int, lane_step: int) -> bool:
-        return self.lost is None and lane_step > self.given_up[stage]
-
-    def close(self) -> None:
-        self.request.close()
-        self.reply.close()
-
-
-@dataclass(eq=False)
-class ActiveStep:
-    """A step that the loop is in. ``abort`` is its abort cell; ``members`` the lanes still in it, by attention rank."""
-
-    order: Order
-    abort: torch.Tensor
-    members: dict[int, tuple[AttachedRank, Participant]] = field(default_factory=dict)
 
 
 class FFNControlPlane:
@@ -89,16 +60,9 @@ class FFNControlPlane:
         totals: Callable[[], dict[int, LayerTotals]],
     ) -> None:
         placement.local_experts(ffn_rank)  # checks the rank
-        self.config, self.ffn_rank, self.placement, self.layout, self.fabric = (
-            config,
-            ffn_rank,
-            placement,
-            layout,
-            fabric,
-        )
+        self.config, self.ffn_rank, self.placement = config, ffn_rank, placement
+        self.layout, self.fabric = layout, fabric
         self.name = f"FFN rank {ffn_rank}"
-        self.ranks: dict[int, AttachedRank] = {}
-        self.active: dict[int, ActiveStep] = {}
         self.endpoint = ""
         self._fingerprint, self._totals, self._token = fingerprint, totals, config.token()
         self._changed = threading.Condition()
@@ -108,10 +72,11 @@ class FFNControlPlane:
         self._root: Link | None = None
         self._registered: Registered | Refused | None = None
         self._watcher = Watcher(self.name, self._on_message, self._on_lost, config.liveness_timeout_s)
+        self.lanes = LaneTable(self.name, self._watcher.send)
         self._rendezvous = Rendezvous(config, fingerprint, self._token, self._watcher) if ffn_rank == 0 else None
         self._handlers: dict[type, Callable] = {
-            Register: self._on_register, Registered: self._on_registered, Refused: self._on_registered,
-            Hello: self._on_hello, Attach: self._on_attach, Announce: self._on_announce, Order: self._on_order,
+            Register: self._on_newcomer, Registered: self._on_registered, Refused: self._on_registered,
+            Hello: self._on_newcomer, Attach: self._on_attach, Announce: self._on_announce, Order: self._on_order,
             Abort: self._on_abort, Detach: self._on_detach, StatsRequest: self._on_stats, Shutdown: self._on_shutdown,
         }  # fmt: skip
 
@@ -144,8 +109,8 @@ class FFNControlPlane:
         if isinstance(answer, Refused):
             raise AFDRefusedError(answer.field, answer.message)
         raise AFDAttachError(
-            f"FFN rank 0 at {root} did not answer within attach_timeout_s={self.config.attach_timeout_s:g}; start it, or "
-            "correct host and port"
+            f"FFN rank 0 at {root} did not answer within attach_timeout_s={self.config.attach_timeout_s:g}; start "
+            "it, or correct host and port"
         )
 
     def next_order(self, stage: int | None = None) -> Order:
@@ -168,43 +133,25 @@ class FFNControlPlane:
                     return order
                 self._changed.wait()
 
-    def enter_step(self, order: Order, abort: torch.Tensor) -> list[tuple[AttachedRank, Participant]]:
+    def enter_step(self, order: Order, abort: torch.Tensor) -> list[Member]:
         """The lanes of ``order`` that are served here and still in it; from now on a loss among them sets ``abort``."""
         with self._changed:
-            step = ActiveStep(order, abort)
-            for participant in order.participants:
-                lane = self.ranks.get(participant.attention_rank)
-                if lane and lane.session == participant.session and lane.in_step(order.stage, participant.lane_step):
-                    step.members[participant.attention_rank] = (lane, participant)
-            abort.zero_()
-            if step.members:
-                self.active[order.stage] = step
-            return list(step.members.values())
+            return self.lanes.enter(order, abort)
 
     def take_losses(self, stage: int) -> list[tuple[int, str]]:
-        """(attention rank, why) of the lanes that left the active step; their slots are not touched after this call."""
+        """(attention rank, why) of the lanes that left the active step; the loop touches their slots no more."""
         with self._changed:
-            step = self.active[stage]
-            step.abort.zero_()
-            return [(rank, self._remove(step, rank)) for rank in list(step.members) if self._has_left(step, rank)]
+            return self.lanes.take_losses(stage)
 
     def drop(self, stage: int, attention_rank: int, reason: str, layer: int | None) -> None:
         """Takes a lane out of the active step and tells its attention rank why."""
         with self._changed:
-            step = self.active[stage]
-            lane, participant = step.members.pop(attention_rank)
-            lane.given_up[stage] = max(lane.given_up[stage], participant.lane_step)
-            self._watcher.send(lane.link, Abort(stage, participant.lane_step, reason, layer))
+            self.lanes.drop(stage, attention_rank, reason, layer)
 
     def leave_step(self, stage: int) -> None:
         """The loop is done with the active step of this stage."""
         with self._changed:
-            step = self.active.pop(stage, None)
-            if step is not None:
-                for rank in list(step.members):
-                    if self._has_left(step, rank):
-                        self._remove(step, rank)
-            self._changed.notify_all()
+            self.lanes.leave(stage)
 
     def request_stop(self) -> None:
         """Asks for a stop from a signal handler: takes no lock."""
@@ -220,57 +167,14 @@ class FFNControlPlane:
         """Tells every peer, waits until that has been sent, frees the windows. Idempotent."""
         self.stop_serving(reason)
         with self._changed:
-            links = [lane.link for lane in self.ranks.values()]
+            links = [lane.link for lane in self.lanes.ranks.values()]
             links += self._rendezvous.links() if self._rendezvous is not None else []
             for link in dict.fromkeys(links):
                 self._watcher.send(link, Shutdown(reason))
         self._watcher.stop()
-        for lane in self.ranks.values():
+        for lane in self.lanes.ranks.values():
             lane.close()
-        self.ranks.clear()
-
-    # -- inside the lock -------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _has_left(step: ActiveStep, attention_rank: int) -> bool:
-        lane, participant = step.members[attention_rank]
-        return not lane.in_step(step.order.stage, participant.lane_step)
-
-    def _remove(self, step: ActiveStep, attention_rank: int) -> str:
-        lane, participant = step.members.pop(attention_rank)
-        if lane.lost is None:
-            self._watcher.send(lane.link, Aborted(step.order.stage, participant.lane_step))
-            return "gave the step up"
-        self._free(lane)
-        return lane.lost
-
-    def _leave(self, link: Link, reason: str) -> None:
-        if self._rendezvous is not None:
-            self._rendezvous.forget(link, reason)
-        for lane in list(self.ranks.values()):
-            if lane.link is link:
-                self._forget(lane, reason)
-
-    def _forget(self, lane: AttachedRank, reason: str) -> None:
-        """The rank is gone: its place is free, its steps go on without it. Memory goes with the last step that has it."""
-        lane.lost = reason
-        self.ranks.pop(lane.attention_rank, None)
-        self._sequencer.withdraw(lane.attention_rank, lane.session)
-        for step in self.active.values():
-            if any(member is lane for member, _ in step.members.values()):
-                step.abort.fill_(1)
-        self._free(lane)
-        logger.info("%s: attention rank %d left: %s", self.name, lane.attention_rank, reason)
-
-    def _free(self, lane: AttachedRank) -> None:
-        if not any(member is lane for step in self.active.values() for member, _ in step.members.values()):
-            lane.close()
-
-    def _lane_of(self, link: Link) -> AttachedRank:
-        for lane in self.ranks.values():
-            if lane.link is link:
-                return lane
-        raise AFDProtocolError(f"{link.name} is not attached")
+        self.lanes.ranks.clear()
 
     # -- on the watcher thread -------------------------------------------------------------------------------------
 
@@ -288,17 +192,19 @@ class FFNControlPlane:
             self._leave(link, reason)
             self._changed.notify_all()
 
+    def _leave(self, link: Link, reason: str) -> None:
+        if self._rendezvous is not None:
+            self._rendezvous.forget(link, reason)
+        for lane in list(self.lanes.ranks.values()):
+            if lane.link is link:
+                self._sequencer.withdraw(lane.attention_rank, lane.session)
+                self.lanes.forget(lane, reason)
+
     def _refuse(self, link: Link, refusal: Refused) -> None:
         logger.warning("%s refused %s: %s", self.name, link.name, refusal.message)
         self._watcher.send(link, refusal)
 
-    def _on_register(self, link: Link, message: Register) -> None:
-        self._rendezvous_call(link, message)
-
-    def _on_hello(self, link: Link, message: Hello) -> None:
-        self._rendezvous_call(link, message)
-
-    def _rendezvous_call(self, link: Link, message: Register | Hello) -> None:
+    def _on_newcomer(self, link: Link, message: Register | Hello) -> None:
         if self._rendezvous is None:
             refusal: Refused | None = Refused("rank", f"{self.name} is not the rendezvous; connect to FFN rank 0")
         elif isinstance(message, Register):
@@ -328,7 +234,7 @@ class FFNControlPlane:
             )  # fmt: skip
         if refusal is None and not 1 <= message.session <= MAX_SESSION:
             refusal = Refused("session", f"session is {message.session}; allowed: 1 … {MAX_SESSION}")
-        if refusal is None and peer.rank in self.ranks:
+        if refusal is None and peer.rank in self.lanes.ranks:
             refusal = Refused(
                 "rank", f"attention rank {peer.rank} is already attached to {self.name}; end that process"
             )
@@ -342,7 +248,7 @@ class FFNControlPlane:
         link.name = f"attention rank {peer.rank}"
         none = [-1] * self.config.num_stages
         lane = AttachedRank(peer.rank, message.session, link, request, reply, given_up=none, announced=list(none))
-        self.ranks[peer.rank] = lane
+        self.lanes.ranks[peer.rank] = lane
         self._watcher.watch(link, peer.pid)
         self._watcher.send(link, Attached(self.ffn_rank, os.getpid(), request.handle))
         logger.info(
@@ -352,7 +258,7 @@ class FFNControlPlane:
         return None
 
     def _on_announce(self, link: Link, message: Announce) -> None:
-        lane = self._lane_of(link)
+        lane = self.lanes.of(link)
         self._check_stage(message.stage)
         if self.placement.sequencer(lane.attention_rank) != self.ffn_rank:
             raise AFDProtocolError(f"{link.name} announces to {self.name}, which is not its sequencer")
@@ -380,16 +286,10 @@ class FFNControlPlane:
         self._changed.notify_all()
 
     def _on_abort(self, link: Link, message: Abort) -> None:
-        lane = self._lane_of(link)
+        lane = self.lanes.of(link)
         self._check_stage(message.stage)
-        lane.given_up[message.stage] = max(lane.given_up[message.stage], message.lane_step)
         self._sequencer.withdraw(lane.attention_rank, lane.session, message.stage, message.lane_step)
-        step = self.active.get(message.stage)
-        member = step.members.get(lane.attention_rank) if step else None
-        if step is not None and member is not None and member[0] is lane and member[1].lane_step <= message.lane_step:
-            step.abort.fill_(1)  # the loop confirms when it has let go of the slots
-        else:
-            self._watcher.send(link, Aborted(message.stage, message.lane_step))
+        self.lanes.give_up(lane, message)
         logger.warning("%s: %s gave up step %d: %s", self.name, link.name, message.lane_step, message.reason)
 
     def _on_detach(self, link: Link, message: Detach) -> None:
@@ -398,7 +298,7 @@ class FFNControlPlane:
         self._watcher.close_link(link)
 
     def _on_stats(self, link: Link, message: StatsRequest) -> None:
-        self._lane_of(link)
+        self.lanes.of(link)
         self._watcher.send(link, Stats(self.ffn_rank, self._totals()))
 
     def _on_shutdown(self, link: Link, message: Shutdown) -> None:

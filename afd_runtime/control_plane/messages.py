@@ -21,7 +21,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
 
 
 class Peer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who sends: its rank inside its role, its process, its machine, the group's token, what it expects of the other."""
+    """Who sends: its rank inside its role, its process, its machine, the group's token, what it expects."""
 
     rank: int
     pid: int
@@ -168,9 +168,9 @@ class Shutdown(_Message, frozen=True):
     reason: str
 
 
-Message = Union[
-    Register, Registered, Hello, Pending, Welcome, Attach, Attached, Announce, Order, Abort, Aborted, StatsRequest, Stats,
-    Heartbeat, Detach, Refused, Shutdown,
+Message = Union[  # noqa: UP007  msgspec reads it at run time
+    Register, Registered, Hello, Pending, Welcome, Attach, Attached, Announce, Order, Abort, Aborted, StatsRequest,
+    Stats, Heartbeat, Detach, Refused, Shutdown,
 ]  # fmt: skip
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -90,7 +90,8 @@ class Rendezvous:
         if taken:
             return Refused(
                 "rank",
-                f"attention rank {peer.rank} is already attached, as process {taken[0].pid}; choose a free rank, or end it",
+                f"attention rank {peer.rank} is already attached, as process {taken[0].pid}; choose a free rank, or "
+                "end it",
             )
         link.name = f"attention rank {peer.rank}"
         missing = tuple(f for f in range(1, self.config.num_ffn_ranks) if f not in self._roster)

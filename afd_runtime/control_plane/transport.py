@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """One watcher thread per process: it owns the zmq sockets, sends heartbeats and notices peers that are gone.
 
-Other threads hand it work through a queue and an eventfd. A peer is lost when its process ends (pidfd, at once), or when
-it is silent for the liveness limit.
+Other threads hand it work through a queue and an eventfd. A peer is lost when its process ends (pidfd, at once), or
+when it is silent for the liveness limit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -63,7 +65,8 @@ class Watcher:
         self._dialled: list[Link] = []
         self._work: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._running = False
+        weakref.finalize(self, os.close, self._wake)  # not before: a late wake-up must not hit another file
+        self._running = self._released = False
         self._thread = threading.Thread(target=self._run, name=f"afd-watcher {name}", daemon=True)
 
     def bind(self, host: str, port: int) -> str:
@@ -135,7 +138,7 @@ class Watcher:
         self.post(self._end)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(timeout=10)
-        elif not self._thread.is_alive() and self._wake >= 0:
+        elif not self._released:
             self._release()
 
     def _end(self) -> None:
@@ -203,7 +206,7 @@ class Watcher:
                 frames = source.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            self._guard(lambda frames=frames: self._receive(source, frames))
+            self._guard(functools.partial(self._receive, source, frames))
 
     def _receive(self, socket: zmq.Socket, frames: list[bytes]) -> None:
         if socket is self._router:
@@ -266,5 +269,4 @@ class Watcher:
             self._router.close()
             self._router = None
         self._context.term()
-        os.close(self._wake)
-        self._wake = -1
+        self._released = True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small model, its oracle, and AFD groups of real processes that a test drives step by step.
 
-Processes come from a fork server that has imported the runtime already, so one costs milliseconds. A group kills whatever
-is left of it when the test ends.
+Processes come from a fork server that has imported the runtime already, so one costs milliseconds. A group kills
+whatever is left of it when the test ends.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def ffn_main(pipe: Any, options: dict, rank: int, spec: Spec, extra: dict, bank_
     def serve() -> dict:
         server.serve_forever()
         control = server.connector.ffn.control
-        return {"steps": server.steps_served, "bad_frames": control.bad_frames, "attached": list(control.ranks)}
+        return {"steps": server.steps_served, "bad_frames": control.bad_frames, "attached": list(control.lanes.ranks)}
 
     _answer(pipe, start)
     _answer(pipe, serve)
@@ -292,7 +292,8 @@ def local_group(attention: int = 1, ffn: int = 1, placement: str = "sharded", **
     """Both roles as threads of this process: yields (servers, connect), where connect(rank) attaches a session."""
     spec = options.pop("spec", SPEC)
     base = {"num_attention_ranks": attention, "num_ffn_ranks": ffn, "placement": placement, "fabric": "local",
-            "max_batch_tokens": 16, "attach_timeout_s": 10.0, "reply_timeout_s": 10.0, "port": 0, **options}  # fmt: skip
+            "max_batch_tokens": 16, "attach_timeout_s": 10.0, "reply_timeout_s": 10.0, "port": 0,
+            **options}  # fmt: skip
     servers: list[FFNServer] = []
     threads: list[threading.Thread] = []
     sessions: list[AttentionSession] = []

@@ -24,7 +24,7 @@ def test_defaults_and_refusals() -> None:
         "127.0.0.1", DEFAULT_PORT, "sharded", "p2p",
     )  # fmt: skip
     assert config.compute_gate_on_attention and config.reply_timeout_s is None
-    assert config.reply_timeout(torch.device("cpu")) == 60.0 and config.reply_timeout(torch.device("cuda")) == 5.0
+    assert config.reply_timeout(torch.device("cpu")) == 65.0 and config.reply_timeout(torch.device("cuda")) == 5.0
     for bad in (
         {"role": "both"}, {"unknown": 1}, {"num_ffn_ranks": 0}, {"max_batch_tokens": 0}, {"port": 70000},
         {"num_stages": 0}, {"fabric": "tcp"}, {"reply_timeout_s": 0}, {"reply_dtype": "int8"},

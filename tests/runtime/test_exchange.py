@@ -29,7 +29,14 @@ def test_one_attention_rank_one_ffn_rank() -> None:
 
 @pytest.mark.parametrize(
     ("attention_ranks", "ffn_ranks", "placement"),
-    [(2, 2, "sharded"), (1, 3, "sharded"), (3, 2, "sharded"), (2, 1, "sharded"), (2, 2, "replicated"), (3, 2, "replicated")],
+    [
+        (2, 2, "sharded"),
+        (1, 3, "sharded"),
+        (3, 2, "sharded"),
+        (2, 1, "sharded"),
+        (2, 2, "replicated"),
+        (3, 2, "replicated"),
+    ],
 )
 def test_steps_together_and_apart(attention_ranks: int, ffn_ranks: int, placement: str) -> None:
     with new_group(attention_ranks, ffn_ranks, placement) as group:

@@ -70,7 +70,8 @@ def test_two_stages_in_flight_keep_their_own_buffers() -> None:
             for stage in (1, 0):
                 hidden, ids, weights = random_layer(SPEC, rows[stage], seed=10 * layer + stage)
                 out = session.experts(layer, hidden, ids, weights, stage)
-                torch.testing.assert_close(out.double(), oracle(SPEC, layer, hidden, ids, weights), rtol=2e-5, atol=2e-5)
+                want = oracle(SPEC, layer, hidden, ids, weights)
+                torch.testing.assert_close(out.double(), want, rtol=2e-5, atol=2e-5)
         for stage in (0, 1):
             session.end_step(stage)
         workers = [threading.Thread(target=checked_step, args=(session, 4, 7), kwargs={"stage": s}) for s in (0, 1)]
@@ -121,7 +122,8 @@ def test_bad_frames_are_dropped_and_the_loop_goes_on() -> None:
             msgspec.msgpack.encode({**good, "peer": {**good["peer"], "rank": "0"}}), b"\x00" * (MAX_MESSAGE_BYTES + 1),
             msgspec.msgpack.encode({"type": "Announce", "stage": 0, "lane_step": 1, "rows": 1}),  # not attached
             msgspec.msgpack.encode({"type": "Order", "number": 1, "stage": 0, "participants": []}),
-            msgspec.msgpack.encode({"type": "Shutdown", "reason": "mischief"}), msgspec.msgpack.encode({"type": "None"}),
+            msgspec.msgpack.encode({"type": "Shutdown", "reason": "mischief"}),
+            msgspec.msgpack.encode({"type": "None"}),
         ]  # fmt: skip
         for frame in bad:
             socket.send(frame)

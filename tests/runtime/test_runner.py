@@ -60,7 +60,9 @@ class Recorder(AFDConnector):
 
     def recv_attn_output(self, ubatch_idx: int = 0, **kwargs: Any) -> AFDA2FTransferPayload:
         self.calls.append(("recv", kwargs["layer_idx"], ubatch_idx))
-        return AFDA2FTransferPayload(torch.ones(2, 3), AFDTransferContext(AFDTransferMetadata(-1, -1, [2])), **self.payload)
+        return AFDA2FTransferPayload(
+            torch.ones(2, 3), AFDTransferContext(AFDTransferMetadata(-1, -1, [2])), **self.payload
+        )
 
     def send_ffn_output(self, out: torch.Tensor, context: AFDTransferContext, **kwargs: Any) -> None:
         self.calls.append(("send", context.metadata.layer_idx, context.metadata.stage_idx, out))
@@ -116,7 +118,10 @@ def test_gate_on_either_side() -> None:
 
 def test_replay_rules() -> None:
     ran: list[str] = []
-    graphs = {graph_key(metadata([4, 4])): lambda: ran.append("4"), graph_key(metadata([9, 9])): lambda: ran.append("9")}
+    graphs = {
+        graph_key(metadata([4, 4])): lambda: ran.append("4"),
+        graph_key(metadata([9, 9])): lambda: ran.append("9"),
+    }
     exact = GPUFFNModelRunner(Recorder(Plane(), routing=0), Model(), (0,), graphs=graphs)
     exact.execute_model(dp_metadata_list=metadata([4, 4]))  # not replaying
     exact.execute_model(dp_metadata_list=metadata([4, 3]), is_graph_replaying=True)  # not the exact key
