@@ -206,9 +206,13 @@ class LocalFabric(Fabric):
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def allocate(self, nbytes: int) -> Window:
-        buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        with torch.cuda.stream(self._stream):  # of its own, so that a kernel that waits holds nothing up
+            buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        if self._stream is not None:
+            self._stream.synchronize()
         with self._lock:
             window = Window(buffer, LocalHandle(os.getpid(), buffer.data_ptr(), nbytes))
             self._windows[buffer.data_ptr()] = window

@@ -16,6 +16,7 @@ from afd_kernels.signal import StatusCode
 from afd_runtime.config import AFDConfig
 from afd_runtime.connectors.base import AFDControlPlane
 from afd_runtime.control_plane.attention import AttentionControlPlane
+from afd_runtime.control_plane.cells import AbortCell
 from afd_runtime.control_plane.fingerprint import fingerprint
 from afd_runtime.control_plane.messages import Announce
 from afd_runtime.errors import AFDCapacityError, AFDError, AFDProtocolError, AFDTimeoutError
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 class Lane:
     """One stage of this attention rank.
 
-    slots, reply_slots: int64[D] for D peers. state: int64[8]. abort: int32[1]. status: int64[8]. step: of this lane,
+    slots, reply_slots: int64[D] for D peers. state: int64[8]. status: int64[8]. step: of this lane,
     from 0; rows: of the step, None between steps; layer_index: exchanged layers that were sent.
     """
 
@@ -37,7 +38,7 @@ class Lane:
         self.slots = torch.zeros(num_peers, dtype=torch.int64, device=device)
         self.reply_slots = torch.zeros(num_peers, dtype=torch.int64, device=device)
         self.state = torch.zeros(LANE_FIELDS, dtype=torch.int64, device=device)
-        self.abort = torch.zeros(1, dtype=torch.int32, device=device)
+        self.abort = AbortCell(device)
         self.status = torch.zeros(8, dtype=torch.int64, device=device)
         self.row_map: torch.Tensor | None = None
         self.step = -1
@@ -208,7 +209,9 @@ class AttentionSide(AFDControlPlane):
         if lane.row_map is None:
             raise AFDError(f"nothing was sent for layer {layer_idx} of stage {stage}; call send_attn_output first")
         start = time.perf_counter()
-        afd_kernels.wait(lane.reply_slots, lane.state, abort=lane.abort, status=lane.status, timeout_s=self._timeout_s)
+        afd_kernels.wait(
+            lane.reply_slots, lane.state, abort=lane.abort.tensor, status=lane.status, timeout_s=self._timeout_s
+        )
         waited = time.perf_counter() - start
         code, peer, expected, observed = lane.status[:4].tolist()
         if code != StatusCode.OK:

@@ -17,6 +17,7 @@ from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, Header, Lane, begin_s
 from afd_kernels.signal import Status, StatusCode
 from afd_runtime.config import AFDConfig
 from afd_runtime.connectors.base import AFDControlPlane
+from afd_runtime.control_plane.cells import AbortCell
 from afd_runtime.control_plane.ffn import FFNControlPlane
 from afd_runtime.control_plane.fingerprint import fingerprint
 from afd_runtime.control_plane.lanes import Member
@@ -41,15 +42,15 @@ logger = logging.getLogger("afd_runtime.ffn")
 class StageTables:
     """What the kernels of one stage read: slot addresses and lane states of the attention ranks served here.
 
-    slots, reply_slots: int64[A], 0 where a rank is not in the step. lanes: int64[A, 8]. abort:
-    int32[1]. status: int64[8].
+    slots, reply_slots: int64[A], 0 where a rank is not in the step. lanes: int64[A, 8]. status:
+    int64[8].
     """
 
     def __init__(self, num_lanes: int, device: torch.device) -> None:
         self.slots = torch.zeros(num_lanes, dtype=torch.int64, device=device)
         self.reply_slots = torch.zeros(num_lanes, dtype=torch.int64, device=device)
         self.lanes = torch.zeros(num_lanes, LANE_FIELDS, dtype=torch.int64, device=device)
-        self.abort = torch.zeros(1, dtype=torch.int32, device=device)
+        self.abort = AbortCell(device)
         self.status = torch.zeros(8, dtype=torch.int64, device=device)
 
     def clear(self) -> None:
@@ -242,7 +243,9 @@ class FFNSide(AFDControlPlane):
         deadline = time.monotonic() + self.config.peer_timeout_s
         while step.members:
             left = max(1e-3, deadline - time.monotonic())
-            afd_kernels.wait(tables.slots, tables.lanes, abort=tables.abort, status=tables.status, timeout_s=left)
+            afd_kernels.wait(
+                tables.slots, tables.lanes, abort=tables.abort.tensor, status=tables.status, timeout_s=left
+            )
             code, peer, _, observed = tables.status[:4].tolist()
             if code == StatusCode.OK:
                 wrong = self._check_headers(stage, layer)

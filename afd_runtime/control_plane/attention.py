@@ -11,9 +11,8 @@ import time
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
-
 from afd_runtime.config import AFDConfig
+from afd_runtime.control_plane.cells import AbortCell
 from afd_runtime.control_plane.fingerprint import machine_id
 from afd_runtime.control_plane.messages import (
     Abort,
@@ -57,7 +56,7 @@ class AttachedPeer:
 
 
 class AttentionControlPlane:
-    """``aborts``: one abort cell (int32[1]) per stage, set when a wait of that stage cannot succeed any more."""
+    """``aborts``: one abort cell per stage, set when a wait of that stage cannot succeed any more."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class AttentionControlPlane:
         layout: WindowLayout,
         fabric: Fabric,
         fingerprint: Fingerprint,
-        aborts: list[torch.Tensor],
+        aborts: list[AbortCell],
     ) -> None:
         self.config, self.attention_rank, self.placement = config, attention_rank, placement
         self.layout, self.fabric, self.aborts = layout, fabric, aborts
@@ -169,7 +168,7 @@ class AttentionControlPlane:
                     f"{names} did not confirm the end of the aborted step before step {lane_step} within {limit:g} s"
                 )
             self._current[stage], self._aborted[stage] = lane_step, None
-            self.aborts[stage].zero_()
+            self.aborts[stage].clear()
 
     def announce(self, announce: Announce) -> None:
         """Tells the sequencer of this rank that a step begins."""
@@ -260,7 +259,7 @@ class AttentionControlPlane:
                 self._unconfirmed[message.stage].discard(link)
             else:
                 self._aborted[message.stage] = (link, message)
-                self.aborts[message.stage].fill_(1)
+                self.aborts[message.stage].set()
             self._changed.notify_all()
 
     def _on_lost(self, link: Link, reason: str) -> None:
@@ -274,7 +273,7 @@ class AttentionControlPlane:
                 return  # the rendezvous of a group whose replicated FFN ranks serve without it
             self._lost.setdefault(link, reason)
             for abort, unconfirmed in zip(self.aborts, self._unconfirmed, strict=True):
-                abort.fill_(1)
+                abort.set()
                 unconfirmed.discard(link)
             self._changed.notify_all()
         self._inbox.put((link, reason))

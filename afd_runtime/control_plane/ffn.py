@@ -12,9 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-import torch
-
 from afd_runtime.config import AFDConfig
+from afd_runtime.control_plane.cells import AbortCell
 from afd_runtime.control_plane.fingerprint import check_peer, machine_id
 from afd_runtime.control_plane.lanes import AttachedRank, LaneTable, Member
 from afd_runtime.control_plane.messages import (
@@ -90,7 +89,11 @@ class FFNControlPlane:
     def start(self) -> None:
         """Binds; an FFN rank past 0 registers at FFN rank 0. Raises ``AFDRefusedError`` or ``AFDAttachError``."""
         port = self.config.port if self.ffn_rank == 0 else 0
-        self.endpoint = self._watcher.bind(self.config.listen_host, port)
+        try:
+            self.endpoint = self._watcher.bind(self.config.listen_host, port)
+        except AFDError:
+            self._watcher.stop()
+            raise
         if self._rendezvous is not None:
             self._rendezvous.endpoint = self.endpoint
             self._watcher.start()
@@ -133,7 +136,7 @@ class FFNControlPlane:
                     return order
                 self._changed.wait()
 
-    def enter_step(self, order: Order, abort: torch.Tensor) -> list[Member]:
+    def enter_step(self, order: Order, abort: AbortCell) -> list[Member]:
         """The lanes of ``order`` that are served here and still in it; from now on a loss among them sets ``abort``."""
         with self._changed:
             return self.lanes.enter(order, abort)
@@ -222,22 +225,24 @@ class FFNControlPlane:
         self._registered = message
         self._changed.notify_all()
 
-    def _on_attach(self, link: Link, message: Attach) -> None:
-        peer = message.peer
-        refusal = check_peer(
-            peer, "attention", self.config.num_attention_ranks, self._fingerprint, self._token, self.name
-        )
-        if refusal is None and self.ffn_rank not in self.placement.peers(peer.rank):
-            refusal = Refused(
-                "placement", f"{self.name} does not serve attention rank {peer.rank}; it serves "
-                f"{list(self.placement.attention_peers(self.ffn_rank))}"
-            )  # fmt: skip
-        if refusal is None and not 1 <= message.session <= MAX_SESSION:
-            refusal = Refused("session", f"session is {message.session}; allowed: 1 … {MAX_SESSION}")
-        if refusal is None and peer.rank in self.lanes.ranks:
-            refusal = Refused(
-                "rank", f"attention rank {peer.rank} is already attached to {self.name}; end that process"
+    def _attach_refusal(self, message: Attach) -> Refused | None:
+        peer, size = message.peer, self.config.num_attention_ranks
+        refusal = check_peer(peer, "attention", size, self._fingerprint, self._token, self.name)
+        if refusal is not None:
+            return refusal
+        served = self.placement.attention_peers(self.ffn_rank)
+        if peer.rank not in served:
+            return Refused(
+                "placement", f"{self.name} does not serve attention rank {peer.rank}; it serves {list(served)}"
             )
+        if not 1 <= message.session <= MAX_SESSION:
+            return Refused("session", f"session is {message.session}; allowed: 1 … {MAX_SESSION}")
+        if peer.rank in self.lanes.ranks:
+            return Refused("rank", f"attention rank {peer.rank} is already attached to {self.name}; end that process")
+        return None
+
+    def _on_attach(self, link: Link, message: Attach) -> None:
+        peer, refusal = message.peer, self._attach_refusal(message)
         if refusal is not None:
             return self._refuse(link, refusal)
         try:

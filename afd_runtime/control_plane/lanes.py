@@ -10,8 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
+from afd_runtime.control_plane.cells import AbortCell
 from afd_runtime.control_plane.messages import Abort, Aborted, Message, Order, Participant
 from afd_runtime.control_plane.transport import Link
 from afd_runtime.errors import AFDProtocolError
@@ -55,7 +54,7 @@ class ActiveStep:
     """A step that the loop is in. abort: its abort cell; members: the lanes still in it, by attention rank."""
 
     order: Order
-    abort: torch.Tensor
+    abort: AbortCell
     members: dict[int, Member] = field(default_factory=dict)
 
     def has_left(self, attention_rank: int) -> bool:
@@ -79,14 +78,14 @@ class LaneTable:
                 return lane
         raise AFDProtocolError(f"{link.name} is not attached")
 
-    def enter(self, order: Order, abort: torch.Tensor) -> list[Member]:
+    def enter(self, order: Order, abort: AbortCell) -> list[Member]:
         """The lanes of ``order`` that are served here and still in it; from now on a loss among them sets ``abort``."""
         step = ActiveStep(order, abort)
         for participant in order.participants:
             lane = self.ranks.get(participant.attention_rank)
             if lane and lane.session == participant.session and lane.in_step(order.stage, participant.lane_step):
                 step.members[participant.attention_rank] = (lane, participant)
-        abort.zero_()
+        abort.clear()
         if step.members:
             self._active[order.stage] = step
         return list(step.members.values())
@@ -94,7 +93,7 @@ class LaneTable:
     def take_losses(self, stage: int) -> list[tuple[int, str]]:
         """(attention rank, why) of the lanes that left the active step; the loop touches their slots no more."""
         step = self._active[stage]
-        step.abort.zero_()
+        step.abort.clear()
         return [(rank, self._remove(step, rank)) for rank in list(step.members) if step.has_left(rank)]
 
     def drop(self, stage: int, attention_rank: int, reason: str, layer: int | None) -> None:
@@ -122,7 +121,7 @@ class LaneTable:
         step = self._active.get(message.stage)
         member = step.members.get(lane.attention_rank) if step else None
         if step is not None and member is not None and member[0] is lane and step.has_left(lane.attention_rank):
-            step.abort.fill_(1)
+            step.abort.set()
         else:
             self._send(lane.link, Aborted(message.stage, message.lane_step))
 
@@ -132,7 +131,7 @@ class LaneTable:
         self.ranks.pop(lane.attention_rank, None)
         for step in self._active.values():
             if any(member is lane for member, _ in step.members.values()):
-                step.abort.fill_(1)
+                step.abort.set()
         self._free(lane)
         logger.info("%s: attention rank %d left: %s", self.name, lane.attention_rank, reason)
 

@@ -170,6 +170,8 @@ def attention_main(pipe: Any, options: dict, rank: int, spec: Spec, extra: dict)
             _answer(pipe, connect)
         elif name == "step":
             _answer(pipe, lambda args=args, kwargs=kwargs: checked_step(session, *args, **kwargs))
+        elif name == "steps":
+            _answer(pipe, lambda args=args, kwargs=kwargs: [checked_step(session, r, i) for i, r in enumerate(*args)])
         elif name == "stats":
             _answer(pipe, lambda: session.stats)
         else:

@@ -59,6 +59,17 @@ def test_steps_together_and_apart(attention_ranks: int, ffn_ranks: int, placemen
     assert all(report["steps"] >= 5 for report in reports if placement == "sharded")
 
 
+def test_three_attention_ranks_at_full_pace_have_one_order_of_steps() -> None:
+    with new_group(3, 2, reply_timeout_s=10.0) as group:  # without one order this deadlocks
+        ffn, attention = group.start_all()
+        for rank, child in enumerate(attention):
+            child.start("steps", [(step + rank) % 3 for step in range(25)])
+        for child in attention:
+            assert len(child.result()) == 25
+        reports = group.end(ffn)
+    assert 25 <= reports[0]["steps"] == reports[1]["steps"] <= 75
+
+
 def test_an_ffn_rank_without_tokens_answers_a_hundred_steps() -> None:
     with new_group(1, 2, spec=Spec(expert_layers=(0,), num_layers=1)) as group:
         ffn, (attention,) = group.start_all()

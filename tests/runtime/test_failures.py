@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import time
 
 import pytest
@@ -72,6 +74,16 @@ def test_killed_attention_rank_leaves_the_others_served_and_can_come_back(ffn_ra
             child.result()
         reports = group.end(ffn)
     assert all(report["attached"] == [] for report in reports)
+
+
+def test_silent_ffn_rank_is_lost_after_the_liveness_limit() -> None:
+    with new_group(1, 2, liveness_timeout_s=1.0) as group:
+        ffn, (attention,) = group.start_all()
+        attention.call("step", 1, seed=0)
+        os.kill(ffn[1].process.pid, signal.SIGSTOP)  # it lives, but says nothing
+        error = failure(attention, "step", 3, seed=1)
+        assert error.name == "AFDPeerLost" and error.fields["peer"] == "FFN rank 1" and error.seconds < 5
+        assert "was silent for" in error.text
 
 
 def test_killed_sequencer_ends_the_other_ffn_rank() -> None:
