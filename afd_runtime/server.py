@@ -126,6 +126,10 @@ class FFNServer:
         elif not self._done.wait(timeout_s):
             raise AFDError(f"FFN rank {self.ffn_rank} did not end within {timeout_s:g} s: a step is still active")
 
+    def request_stop(self) -> None:
+        """Asks ``serve_forever`` to end after the current step. Waits for nothing: for signal handlers."""
+        self.connector.ffn.control.request_stop()
+
     def _serve_stage(self, stage: int) -> None:
         try:
             with self._stream():
@@ -155,7 +159,7 @@ class FFNServer:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         def ask(number: int, frame: object) -> None:
-            self.connector.ffn.control.request_stop()
+            self.request_stop()
 
         before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
         try:

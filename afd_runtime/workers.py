@@ -114,7 +114,7 @@ def serve_ffn_rank(
     """Loads the experts of one FFN rank and serves them until SIGTERM or SIGINT. Needs no engine."""
     from afd_runtime.server import FFNServer
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until serve_forever handles it: it was asked to end
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while loading
     name = f"FFN rank {ffn_rank}"
     spec = ModelSpec.from_pretrained(model)
     placement = ExpertPlacement(config.placement, spec.num_experts, config.num_attention_ranks, config.num_ffn_ranks)
@@ -125,6 +125,8 @@ def serve_ffn_rank(
     server = FFNServer(config, ffn_rank, spec, bank, device=device, dtype=torch_dtype)
     try:
         server.start()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: server.request_stop())
         display.note(name, f"experts {experts.start}-{experts.stop - 1} of {spec.num_experts} ready, {server.endpoint}")
         server.serve_forever()
     finally:
