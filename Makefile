@@ -64,9 +64,9 @@ typecheck: install
 wheel-check: install
 	$(PY) -m pytest tests/test_packaging.py -ra $(PYTEST_ARGS)
 
-# name=packages of each environment; triton follows what that torch was released with where it matters.
+# 2.10 is the oldest torch whose CUDA wheels go with triton 3.6.
 MATRIX := oldest newest
-matrix-oldest: TORCH = torch==2.9.0
+matrix-oldest: TORCH = torch==2.10.0
 matrix-oldest: TRITON = triton==3.6.0
 matrix-newest: TORCH = torch
 matrix-newest: TRITON = triton
