@@ -112,7 +112,7 @@ def _carve(carver: Carver, num_lanes: int, layout: MessageLayout, block_m: int) 
     ]  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cap_rows", "cap_pairs"])
 def _merge_kernel(
     slots_ptr, lanes_ptr, x_ptr,
     row_address_ptr, pair_address_ptr, weight_address_ptr, lane_base_ptr, lane_prefix_ptr, lane_start_ptr,

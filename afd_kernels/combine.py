@@ -15,7 +15,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _HEADER_BYTES = tl.constexpr(HEADER_BYTES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _combine_kernel(
     slots_ptr, row_map_ptr, lane_ptr, reply_ptr, out_ptr, num_tokens, H, stride_om,
     D: tl.constexpr, BLOCK_H: tl.constexpr,

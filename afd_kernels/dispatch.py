@@ -81,7 +81,7 @@ def _block_buckets(
     return token, tl.where(real, bucket, NB), tl.where(real, weight, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _plan_count_kernel(
     ids_ptr, weights_ptr, bucket_ptr, lane_ptr, counts_ptr, num_tokens, E, NB, D, E_LOCAL,
     TOP_K: tl.constexpr, K_PAD: tl.constexpr, T: tl.constexpr, NB_PAD: tl.constexpr, LOCAL: tl.constexpr,
@@ -98,7 +98,7 @@ def _plan_count_kernel(
         tl.store(out + NB + d, tl.sum(sent, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "num_tokens", "layer"])
 def _plan_scan_kernel(
     counts_ptr, starts_ptr, slots_ptr, lane_ptr, num_blocks, num_tokens, NB, D, E_LOCAL, offsets_at, layer,
     BLOCKS: tl.constexpr, E_PAD: tl.constexpr, LOCAL: tl.constexpr,
@@ -140,7 +140,7 @@ def _plan_scan_kernel(
     tl.store(header + h, value, mask=h < tl.where(online, 9, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _plan_write_kernel(
     ids_ptr, weights_ptr, bucket_ptr, lane_ptr, counts_ptr, starts_ptr, slots_ptr, row_map_ptr,
     num_tokens, E, NB, D, E_LOCAL, pairs_at, weights_at,
@@ -176,7 +176,7 @@ def _plan_write_kernel(
         tl.store(weights + at, tl.where(here, weight, 0.0), mask=kept[:, None] & (offs_k[None, :] < TOP_K))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _pack_kernel(
     x_ptr, row_map_ptr, slots_ptr, lane_ptr, counter_ptr, num_tokens, D, H, stride_xm, rows_at,
     BLOCK_H: tl.constexpr, D_PAD: tl.constexpr,

@@ -39,7 +39,7 @@ def weighted_row(y_ptr, weights, row, cols, H, TOP_K: tl.constexpr):
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cap_rows"])
 def _reply_kernel(
     y_ptr, weight_address_ptr, lane_base_ptr, slots_ptr, lanes_ptr, counter_ptr, out_ptr, H, cap_rows,
     A: tl.constexpr, A_PAD: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,

@@ -47,7 +47,7 @@ def pick_gate_config(num_tokens: int, num_experts: int, hidden_size: int) -> Gat
     return GateConfig(block_m=block_m, split_k=split_k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _gate_kernel(
     x_ptr, w_ptr, parts_ptr, num_tokens, E, K, stride_xm, stride_we, part_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
@@ -101,7 +101,7 @@ def _ordered_key(value, eligible, index, COUNT: tl.constexpr):
     return (order.to(tl.int64) << 32) | (COUNT - 1 - index).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "split_stride", "scale"])
 def _top_k_kernel(
     logits_ptr, gate_bias_ptr, bias_ptr, weights_ptr, ids_ptr, num_tokens, E, split_stride, stride_lm, scale,
     SPLIT_K: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, S_PAD: tl.constexpr, TOPK_GROUPS: tl.constexpr,

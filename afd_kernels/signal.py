@@ -99,7 +99,7 @@ def lane_word(lane_ptr):
     return tl.load(lane_ptr + _WORD) | tl.load(lane_ptr + _EXCHANGE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit", "D"])
 def _wait_kernel(
     slots_ptr, lanes_ptr, abort_ptr, status_ptr, limit, D,
     LANE_STRIDE: tl.constexpr, D_PAD: tl.constexpr, ABORT_EVERY: tl.constexpr,
