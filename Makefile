@@ -45,7 +45,7 @@ demo: install
 	$(PY) -m afd_runtime.demo
 
 test: install
-	$(PY) -m pytest tests --ignore=tests/gpu -n $(WORKERS) -ra $(PYTEST_ARGS)
+	$(PY) -m pytest tests --ignore=tests/gpu -n $(WORKERS) --dist worksteal -ra $(PYTEST_ARGS)
 
 test-gpu: install
 	AFD_FORBID_REFERENCE=1 $(PY) -m pytest tests/gpu -ra $(PYTEST_ARGS)
@@ -76,7 +76,7 @@ matrix-%: pyproject.toml
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet $(TORCH) $(TRITON)
 	.venv-$*/bin/python -m pip install --quiet --editable '.[transformers,dev]'
-	.venv-$*/bin/python -m pytest tests --ignore=tests/gpu -n $(WORKERS) -ra $(PYTEST_ARGS)
+	.venv-$*/bin/python -m pytest tests --ignore=tests/gpu -n $(WORKERS) --dist worksteal -ra $(PYTEST_ARGS)
 
 clean:
 	rm -rf build dist demo .venv .venv-* *.egg-info .pytest_cache .mypy_cache .ruff_cache
