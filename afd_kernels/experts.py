@@ -70,7 +70,9 @@ class GemmConfig:
         """Bytes of shared memory that the software pipeline needs; weight_blocks: weight tiles per row tile (2:
         gate and up)."""
         rows = self.block_m + weight_blocks * self.block_n
-        return max(1, self.num_stages - 1) * rows * self.block_k * itemsize
+        # wgmma reads its tiles while the next load is under way: one buffer more than with mma
+        buffers = self.num_stages if self.block_m >= 64 and itemsize == 2 else max(1, self.num_stages - 1)
+        return buffers * rows * self.block_k * itemsize
 
 
 @functools.cache

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel compiles, without a GPU, for every card this project names, in every checked-in configuration.
+
+Run without TRITON_INTERPRET: ``python -m pytest tests/compile``.
+"""
+
+import functools
+import json
+from dataclasses import dataclass
+from importlib import resources
+
+import pytest
+import torch
+import triton
+
+if triton.knobs.runtime.interpret:
+    pytest.exit("tests/compile compiles: python -m pytest tests/compile, without TRITON_INTERPRET", returncode=4)
+
+from compiled import Launch, compile_for, record
+
+from afd_kernels import (
+    GemmConfig,
+    MessageLayout,
+    ReplyLayout,
+    SwiGLU,
+    arrival,
+    combine,
+    dispatch,
+    experts_forward,
+    fused_experts,
+    new_schedule,
+    pick,
+    reply,
+    route,
+    top_k_from_logits,
+    wait,
+)
+
+#: Bytes of shared memory that one block may use, by compute capability.
+CARDS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+H, I, K, E, PEERS, LANES = 2048, 768, 8, 64, 2, 3
+OPS = ("experts_up", "experts_down")
+
+
+def entries() -> list[tuple[str, str, int]]:
+    """(folder, width of an element, rows) of each line of the checked-in tables."""
+    found = []
+    for folder in (resources.files("afd_kernels") / "configs").iterdir():
+        table = json.loads((folder / "experts.json").read_text())
+        for key, lines in table.items():
+            found += [(folder.name, key.split("/")[1], line["rows"]) for line in lines if key.startswith(OPS[0])]
+    return sorted(found)
+
+
+def empty(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def routing(dtype, *, experts=E, top_k=K, hidden=H, tokens=16, **kwargs) -> list[Launch]:
+    with record() as launches:
+        route(empty(tokens, hidden, dtype=dtype), empty(experts, hidden, dtype=dtype), top_k=top_k, **kwargs)
+    return launches
+
+
+def exchange(dtype, *, experts=E, top_k=K, hidden=H, peers=PEERS, lanes=LANES, tokens=64, reply_dtype=None):
+    """Every launch of one exchange but the experts."""
+    size = -(-experts // peers)
+    layout, replies = (
+        MessageLayout(size, tokens, top_k, hidden, dtype),
+        ReplyLayout(tokens, hidden, reply_dtype or dtype),
+    )
+    ids, weights = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, top_k)
+    lane, slots = torch.zeros(8, dtype=torch.int64), torch.zeros(peers, dtype=torch.int64)
+    states, requests = torch.zeros(lanes, 8, dtype=torch.int64), torch.zeros(lanes, dtype=torch.int64)
+    abort, status = torch.zeros(1, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+    bucket = torch.zeros(experts, dtype=torch.int32)
+    with record() as launches:
+        row_map = dispatch(
+            empty(tokens, hidden, dtype=dtype),
+            ids,
+            weights,
+            expert_bucket=bucket,
+            slots=slots,
+            layout=layout,
+            lane=lane,
+        )
+        wait(slots, lane, abort=abort, status=status, timeout_s=1.0)
+        schedule = arrival(requests, states, layout)
+        reply(empty(schedule.cap_rows * top_k, hidden, dtype=dtype), schedule, requests, states, replies)
+        combine(slots, row_map, replies, lane)
+    return launches
+
+
+def layer(dtype, *, experts=E, top_k=K, tokens=64) -> list[Launch]:
+    """The launches of the one-rank layer."""
+    ids, weights = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, top_k)
+    with record() as launches:
+        fused_experts(empty(tokens, 256, dtype=dtype), empty(experts, 128, 256, dtype=dtype),
+                      empty(experts, 256, 64, dtype=dtype), weights, ids)  # fmt: skip
+    return launches
+
+
+def gemms(dtype, up: GemmConfig, down: GemmConfig, *, lanes=1, activation=SwiGLU(), bias=False, transposed=False):
+    """The two grouped GEMMs."""
+    layout = MessageLayout(E, 64, K, H, dtype)
+    block_m = min(up.block_m, down.block_m)
+    schedule = new_schedule(lanes, layout, block_m=block_m, device=torch.device("cpu"))
+    w_up, w_down = empty(1, 1, 1, dtype=dtype).expand(E, 2 * I, H), empty(1, 1, 1, dtype=dtype).expand(E, H, I)
+    strides = ((2 * I * H, 1, 2 * I), (H * I, 1, H)) if transposed else ((2 * I * H, H, 1), (H * I, I, 1))
+    w_up, w_down = _Strided.of(w_up, strides[0]), _Strided.of(w_down, strides[1])
+    biases = {"b_up": empty(E, 2 * I, dtype=dtype), "b_down": empty(E, H, dtype=dtype)} if bias else {}
+    with record() as launches:
+        experts_forward(schedule, w_up, w_down, activation=activation, config=(up, down), **biases)
+    return launches
+
+
+class _Strided(torch.Tensor):
+    """A tensor of one element that claims other strides: weights of a real size without their memory."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+        view = tensor.as_subclass(cls)
+        view.claimed = strides
+        return view
+
+    def stride(self, dim=None):
+        return self.claimed if dim is None else self.claimed[dim]
+
+
+@dataclass
+class Card:
+    capability: int
+
+    def build(self, launch: Launch):
+        kernel = compile_for(launch, self.capability)
+        limit = CARDS[self.capability]
+        assert kernel.metadata.shared <= limit, f"{launch.name}: {kernel.metadata.shared} bytes of {limit}"
+        return kernel
+
+    def build_all(self, launches: list[Launch], *names: str) -> dict[str, str]:
+        """PTX by kernel name. names: kernels that must be among the launches."""
+        ptx = {launch.name: self.build(launch).asm["ptx"] for launch in launches}
+        assert set(names) <= set(ptx), f"not launched: {set(names) - set(ptx)}"
+        return ptx
+
+
+@pytest.fixture(params=CARDS, ids=lambda c: f"sm_{c}")
+def card(request) -> Card:
+    return Card(request.param)
+
+
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("folder,width,rows", entries())
+def test_gemms_of_every_configuration(folder, width, rows, card):
+    dtype = FULL if width == "4byte" else HALF
+    up, down = (pick(op, rows, dtype, gpu=folder, shared_memory=CARDS[card.capability]) for op in OPS)
+    ptx = card.build_all(gemms(dtype, up, down), "_p_experts_up_kernel", "_p_experts_down_kernel")
+    tensor_cores = {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(card.capability, "mma.sync")
+    for text in ptx.values():
+        if dtype == HALF and min(up.block_m, down.block_m) >= 64 and card.capability == 90:
+            assert "wgmma.mma_async" in text
+        elif dtype == HALF:
+            assert tensor_cores in text or "mma.sync" in text
+
+
+@pytest.mark.parametrize("rows", [16, 1000])
+def test_gpt_oss_gemms(rows, card):
+    up, down = (pick(op, rows, HALF, shared_memory=CARDS[card.capability]) for op in OPS)
+    activation = SwiGLU(alpha=1.702, beta=1.0, limit=7.0, interleaved=True)
+    ptx = card.build_all(gemms(HALF, up, down, lanes=LANES, activation=activation, bias=True, transposed=True))
+    if up.block_m >= 64 and card.capability == 90:
+        assert all("wgmma.mma_async" in text for text in ptx.values())
+
+
+@functools.cache
+def _exchange(dtype: torch.dtype) -> tuple[Launch, ...]:
+    return tuple(exchange(dtype))
+
+
+EXCHANGE = ("_plan_count_kernel", "_plan_scan_kernel", "_plan_write_kernel", "_pack_kernel", "_wait_kernel",
+            "_merge_kernel", "_reply_kernel", "_combine_kernel")  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
+def test_exchange(dtype, card):
+    ptx = card.build_all(exchange(dtype), *EXCHANGE)
+    assert "ld.acquire.sys.global" in ptx["_wait_kernel"]
+    for name in ("_pack_kernel", "_reply_kernel"):
+        text = ptx[name]
+        assert "st.release.sys.global" in text
+        # the arrival that decides which program publishes comes after a barrier and before the word
+        barrier, arrive, publish = text.rfind("bar.sync"), text.find("atom"), text.find("st.release.sys.global")
+        assert 0 < barrier and 0 < arrive < publish, (barrier, arrive, publish)
+        assert text[arrive:].startswith("atom.global.gpu.acq_rel.add")
+        assert "bar.sync" in text[:arrive]
+    assert not any("st.release.sys" in ptx[n] for n in EXCHANGE if n not in ("_pack_kernel", "_reply_kernel"))
+
+
+@pytest.mark.parametrize("experts,top_k,peers,lanes", [(384, 32, 1, 1), (160, 6, 8, 8), (62, 1, 3, 5)])
+def test_exchange_of_other_sizes(experts, top_k, peers, lanes):
+    launches = exchange(
+        HALF, experts=experts, top_k=top_k, peers=peers, lanes=lanes, hidden=7168, tokens=640, reply_dtype=FULL
+    )
+    Card(90).build_all(launches, *EXCHANGE)
+
+
+def test_layer(card):
+    card.build_all(layer(HALF), "_merge_kernel", "_weighted_sum_kernel", "_p_experts_up_kernel")
+
+
+@pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
+def test_routing(dtype, card):
+    bias = torch.zeros(E)
+    for scoring, kwargs in (("sigmoid", {"selection_bias": bias, "num_groups": 8, "topk_groups": 4}), ("softmax", {})):
+        card.build_all(routing(dtype, scoring=scoring, renormalize=True, **kwargs), "_gate_kernel", "_top_k_kernel")
+
+
+@pytest.mark.parametrize("experts,top_k,groups", [(62, 6, 2), (72, 5, 9), (160, 6, 8), (384, 8, 1), (1024, 32, 1)])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrt_softplus"])
+def test_top_k_of_other_sizes(experts, top_k, groups, scoring):
+    with record() as launches:
+        top_k_from_logits(empty(5, experts, dtype=FULL), top_k=top_k, scoring=scoring, num_groups=groups,
+                          topk_groups=groups // 2 or 1)  # fmt: skip
+    Card(90).build_all(launches, "_top_k_kernel")
+
+
+@pytest.mark.parametrize("shared_memory", [227 * 1024, 99 * 1024, 64 * 1024, 48 * 1024, 32 * 1024])
+@pytest.mark.parametrize("rows", [1, 64, 1000])
+def test_estimate_of_shared_memory_holds(rows, shared_memory):
+    """pick promises a fit by an estimate; the compiler decides. Case 23."""
+    up, down = (pick(op, rows, HALF, shared_memory=shared_memory) for op in OPS)
+    for capability in (80, 90):
+        for launch in gemms(HALF, up, down):
+            kernel = compile_for(launch, capability)
+            assert kernel.metadata.shared <= shared_memory, (launch.name, capability, kernel.metadata.shared)
