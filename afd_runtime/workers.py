@@ -114,12 +114,12 @@ def serve_ffn_rank(
     """Loads the experts of one FFN rank and serves them until SIGTERM or SIGINT. Needs no engine."""
     from afd_runtime.server import FFNServer
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while loading
     name = f"FFN rank {ffn_rank}"
     spec = ModelSpec.from_pretrained(model)
     placement = ExpertPlacement(config.placement, spec.num_experts, config.num_attention_ranks, config.num_ffn_ranks)
     experts = placement.local_experts(ffn_rank)
     torch_dtype = model_dtype(dtype, spec)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while loading
     progress = functools.partial(display.progress, name)
     bank = ExpertBank.load(spec, experts, device=device, dtype=torch_dtype, progress=progress)
     server = FFNServer(config, ffn_rank, spec, bank, device=device, dtype=torch_dtype)

@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from afd_runtime import cli
 from afd_runtime.launch import reserve_port
 
 NEW_TOKENS = 32
@@ -120,16 +122,32 @@ REFUSALS = [
 ]
 
 
+def _refusal(arguments: list[object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> str:
+    """Runs the command in this process; returns what it wrote to stderr with exit code 2."""
+    monkeypatch.setattr(sys, "argv", ["afd", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("arguments", "named"), REFUSALS)
-def test_refused_in_one_line(checkpoint: Callable, afd, arguments: list[str], named: str) -> None:
-    done = afd.run("generate", checkpoint("qwen3_moe"), *SHORT, *arguments)
-    assert done.returncode == 2
-    assert named in done.stderr and "Traceback" not in done.stderr
+def test_refused_in_one_line(checkpoint: Callable, monkeypatch, capsys, arguments: list[str], named: str) -> None:
+    text = _refusal(["generate", checkpoint("qwen3_moe"), *SHORT, *arguments], monkeypatch, capsys)
+    assert named in text and "Traceback" not in text
 
 
-def test_no_checkpoint_is_refused(afd, tmp_path: Path) -> None:
-    done = afd.run("generate", tmp_path, *SHORT)
-    assert done.returncode == 2 and str(tmp_path) in done.stderr and "Traceback" not in done.stderr
+def test_no_checkpoint_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
+    for command in ("generate", "ffn"):
+        text = _refusal([command, tmp_path], monkeypatch, capsys)
+        assert text.count("\n") == 1
+    text = _refusal(["generate", tmp_path, *SHORT], monkeypatch, capsys)
+    assert str(tmp_path) in text
+
+
+def test_refusal_as_a_process(checkpoint: Callable, afd) -> None:
+    done = afd.run("generate", checkpoint("qwen3_moe"), *SHORT, "--device=cuda")
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
 
 
 def test_dead_ffn_rank_is_named(checkpoint: Callable, afd, tmp_path: Path) -> None:
