@@ -110,6 +110,8 @@ def test_only_sealed_windows_of_the_right_size_are_mapped(tmp_path) -> None:
     with pytest.raises(AFDError, match="is not a sealed window"):
         fabric.open(ShmHandle(os.getpid(), unsealed, 4096), 4096)
     os.close(unsealed)
+    with pytest.raises(AFDError, match="is not a sealed window of 8192 bytes"):
+        fabric.open(ShmHandle(os.getpid(), window.fd, 8192), 8192)
     with pytest.raises(AFDError, match="cannot map the window of process 999999999"):
         fabric.open(ShmHandle(999999999, 3, 4096), 4096)
     with pytest.raises(AFDError, match="set the same fabric on both sides"):

@@ -177,13 +177,13 @@ def test_an_attention_rank_that_hangs_in_a_step_is_dropped_and_told() -> None:
 
 def test_an_ffn_rank_that_is_too_slow_is_a_time_out() -> None:
     with new_group(1, 2, reply_timeout_s=0.5) as group:
-        group.ffn(0)
-        group.ffn(1, bank={"delay_s": 3.0})
+        ffn = [group.ffn(0), group.ffn(1, bank={"delay_s": 1.5})]
         attention = group.attention(0)
         error = failure(attention, "step", 2, seed=0)
         where = {name: error.fields[name] for name in ("peer", "layer", "stage", "step")}
         assert error.name == "AFDTimeoutError" and where == {"peer": "FFN rank 1", "layer": 1, "stage": 0, "step": 0}
         assert "within 0.5 s" in error.text
+        group.end(ffn)  # FFN rank 0 was told and waits for no further layer
 
 
 def test_a_fault_in_the_experts_reaches_attention_with_its_text() -> None:
@@ -192,6 +192,16 @@ def test_a_fault_in_the_experts_reaches_attention_with_its_text() -> None:
         attention = group.attention(0)
         error = failure(attention, "step", 2, seed=0)
         assert error.name == "AFDPeerLost" and error.fields["layer"] == 3 and "the planted fault" in error.text
+        with pytest.raises(Failed, match="RuntimeError: the planted fault"):
+            ffn.result(5)
+
+
+def test_a_fault_in_one_stage_ends_the_others() -> None:
+    with new_group(num_stages=2) as group:
+        ffn = group.ffn(0, bank={"fail_at": 1})
+        attention = group.attention(0)
+        error = failure(attention, "step", 2, seed=0, stage=1)
+        assert error.name == "AFDPeerLost" and error.fields["stage"] == 1 and "the planted fault" in error.text
         with pytest.raises(Failed, match="RuntimeError: the planted fault"):
             ffn.result(5)
 
