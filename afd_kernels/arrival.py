@@ -95,9 +95,11 @@ def new_schedule(
     )  # fmt: skip
 
 
+_FIELDS = tuple(field.name for field in fields(ExpertSchedule))  # here: torch.compile does not trace ``fields``
+
+
 def _named(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    names = [field.name for field in fields(ExpertSchedule)]
-    return dict(zip(names, tensors, strict=False))
+    return dict(zip(_FIELDS, tensors, strict=False))
 
 
 def _carve(carver: Carver, num_lanes: int, layout: MessageLayout, block_m: int) -> list[torch.Tensor]:

@@ -94,6 +94,10 @@ def pick(
     entries = _table(gpu)[key]
     entry = next((e for e in entries if rows_per_expert <= e["rows"]), entries[-1])
     config = GemmConfig(**{k: v for k, v in entry.items() if k != "rows"})
+    return _fit(config, op, dtype, shared_memory)
+
+
+def _fit(config: GemmConfig, op: str, dtype: torch.dtype, shared_memory: int) -> GemmConfig:
     blocks = 2 if op == "experts_up" else 1
     while config.shared_memory(dtype.itemsize, blocks) > shared_memory:
         if config.num_stages > 2:
@@ -115,18 +119,18 @@ def _device_limits(index: int) -> tuple[str, int, int]:
 
 def pick_for(op: str, rows_per_expert: float, dtype: torch.dtype, device: torch.device) -> GemmConfig:
     """``pick`` with the limits of ``device``."""
-    if device.type != "cuda":
-        return pick(op, rows_per_expert, dtype)
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    folder, shared_memory, _ = _device_limits(index)
+    folder, shared_memory, _ = _limits(device)
     return pick(op, rows_per_expert, dtype, gpu=folder, shared_memory=shared_memory)
 
 
-def _num_programs(device: torch.device, tiles: int) -> int:
+def _limits(device: torch.device) -> tuple[str, int, int]:
     if device.type != "cuda":
-        return max(1, min(tiles, 4))
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    return max(1, min(tiles, 2 * _device_limits(index)[2]))
+        return "default", 101376, 2
+    return _device_limits(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def _num_programs(device: torch.device, tiles: int) -> int:
+    return max(1, min(tiles, 2 * _limits(device)[2]))
 
 
 @triton.jit
@@ -303,14 +307,12 @@ def experts_forward(
     shape = (schedule.cap_rows * schedule.top_k, schedule.hidden_size)
     check_tensor("y", y, shape=shape, dtypes=(schedule.dtype,), like=w_up)
     check(y.is_contiguous(), "y is not contiguous; allowed: contiguous [cap_rows * top_k, H]")
-    if config is None:
-        picked = pick_experts(schedule.cap_pairs, schedule.num_experts, schedule.dtype, w_up.device)
-        config = (replace(picked[0], block_m=schedule.block_m), replace(picked[1], block_m=schedule.block_m))
-    up, down = config
-    check(
-        up.block_m == down.block_m == schedule.block_m,
-        f"config has block_m {up.block_m} and {down.block_m}; allowed: the schedule's {schedule.block_m}",
-    )
+    if config is not None:
+        up, down = config
+        check(
+            up.block_m == down.block_m == schedule.block_m,
+            f"config has block_m {up.block_m} and {down.block_m}; allowed: the schedule's {schedule.block_m}",
+        )
     nbytes = experts_workspace(schedule, intermediate)
     if workspace is None and runs_kernel(w_up):
         workspace = torch.empty(max(16, nbytes), dtype=torch.uint8, device=w_up.device)
@@ -320,7 +322,7 @@ def experts_forward(
         workspace = workspace_for(workspace, nbytes, w_up.device, "experts_workspace")
     a, flags = activation, [activation.gate_first, activation.interleaved]
     args = (schedule.tensors(), w_up, w_down, b_up, b_down, y, workspace, schedule.top_k, schedule.row_stride,
-            [a.alpha, a.beta, a.limit or 0.0], flags, _flat(up), _flat(down))  # fmt: skip
+            [a.alpha, a.beta, a.limit or 0.0], flags, schedule.block_m, _flat(config))  # fmt: skip
     (_experts_op if is_tracing() else _experts)(*args)
     return y
 
@@ -331,25 +333,30 @@ def experts_workspace(schedule: ExpertSchedule, intermediate_size: int) -> int:
 
 
 def pick_experts(
-    num_pairs: int, num_experts: int, dtype: torch.dtype, device: torch.device
+    num_pairs: int, num_experts: int, dtype: torch.dtype, device: torch.device, *, block_m: int | None = None
 ) -> tuple[GemmConfig, GemmConfig]:
     """Configurations of both GEMMs for at most ``num_pairs`` pairs over ``num_experts`` experts; both have one
-    block_m."""
-    rows = num_pairs / max(1, num_experts)
+    block_m, the given one where there is one."""
+    rows, shared_memory = num_pairs / max(1, num_experts), _limits(device)[1]
     up, down = (pick_for(op, rows, dtype, device) for op in ("experts_up", "experts_down"))
-    block_m = min(up.block_m, down.block_m)
-    return replace(up, block_m=block_m), replace(down, block_m=block_m)
+    block_m = block_m or min(up.block_m, down.block_m)
+    return (
+        _fit(replace(up, block_m=block_m), "experts_up", dtype, shared_memory),
+        _fit(replace(down, block_m=block_m), "experts_down", dtype, shared_memory),
+    )
 
 
-def _flat(config: GemmConfig) -> list[int]:
-    c = config
-    return [c.block_m, c.block_n, c.block_k, c.num_warps, c.num_stages, c.group_m]
+def _flat(config: tuple[GemmConfig, GemmConfig] | None) -> list[int]:
+    """For the op's boundary; empty where the launcher picks: the tables are not read inside ``torch.compile``."""
+    return [
+        n for c in config or () for n in (c.block_m, c.block_n, c.block_k, c.num_warps, c.num_stages, c.group_m)
+    ]
 
 
 def _experts(
     schedule: list[torch.Tensor], w_up: torch.Tensor, w_down: torch.Tensor, b_up: torch.Tensor | None,
     b_down: torch.Tensor | None, y: torch.Tensor, workspace: torch.Tensor, top_k: int, row_stride: int,
-    constants: list[float], flags: list[bool], up: list[int], down: list[int],
+    constants: list[float], flags: list[bool], block_m: int, config: list[int],
 ) -> None:  # fmt: skip
     num_lanes, intermediate = schedule[0].numel(), w_down.shape[2]
     if not runs_kernel(w_up):
@@ -360,7 +367,10 @@ def _experts(
         return
     row_address, pair_address, _, lane_base, lane_prefix, lane_start, expert_base, tiles, num_tiles, _ = schedule
     h = workspace.view(w_up.dtype)
-    c1, c2 = GemmConfig(*up), GemmConfig(*down)
+    if config:
+        c1, c2 = GemmConfig(*config[:6]), GemmConfig(*config[6:])
+    else:
+        c1, c2 = pick_experts(y.shape[0], w_up.shape[0], w_up.dtype, w_up.device, block_m=block_m)
     hidden, itemsize = w_down.shape[1], w_up.dtype.itemsize
     shared = {"A": num_lanes, "A_PAD": triton.next_power_of_2(num_lanes), "TOP_K": top_k}
     grid = (_num_programs(w_up.device, tiles.numel() * triton.cdiv(intermediate, c1.block_n)),)

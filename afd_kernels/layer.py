@@ -51,17 +51,11 @@ def fused_experts(
     long
     as M stays in one size class of the launch table. Returns out.
     """
-    intermediate = _check_fused(x, w_up, w_down, topk_weights, topk_ids, b_up, b_down)
+    _check_fused(x, w_up, w_down, topk_weights, topk_ids, b_up, b_down)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     check_tensor("out", out, shape=tuple(x.shape), dtypes=(x.dtype,), like=x)
     check(out.shape[1] == 1 or out.stride(1) == 1, f"out has strides {out.stride()}; allowed: last 1")
-    if runs_kernel(x):
-        shape = (x.shape[0], w_up.shape[0], intermediate, x.shape[1], topk_ids.shape[1])
-        nbytes = fused_experts_workspace(*shape, x.dtype, x.device)
-        workspace = workspace_for(workspace, nbytes, x.device, "fused_experts_workspace")
-    else:
-        workspace = torch.empty(0, dtype=torch.uint8)
     a = activation
     args = (x, w_up, w_down, topk_weights, topk_ids, b_up, b_down, out, workspace, [a.alpha, a.beta, a.limit or 0.0],
             [a.gate_first, a.interleaved])  # fmt: skip
@@ -122,8 +116,8 @@ def _carve(carver: Carver, layout: MessageLayout, intermediate: int, block_m: in
 
 def _fused(
     x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
-    b_up: torch.Tensor | None, b_down: torch.Tensor | None, out: torch.Tensor, workspace: torch.Tensor,
-    constants: list[float], flags: list[bool],
+    b_up: torch.Tensor | None, b_down: torch.Tensor | None, out: torch.Tensor,
+    workspace: torch.Tensor | None, constants: list[float], flags: list[bool],
 ) -> None:  # fmt: skip
     activation = SwiGLU(constants[0], constants[1], constants[2] or None, *flags)
     num_tokens, hidden = x.shape
@@ -134,6 +128,9 @@ def _fused(
                           out=out)  # fmt: skip
         return
     num_experts, top_k, intermediate = w_up.shape[0], topk_ids.shape[1], w_down.shape[2]
+    # not in ``fused_experts``: the launch tables are not read inside ``torch.compile``
+    nbytes = fused_experts_workspace(num_tokens, num_experts, intermediate, hidden, top_k, x.dtype, x.device)
+    workspace = workspace_for(workspace, nbytes, x.device, "fused_experts_workspace")
     layout = MessageLayout(num_experts, num_tokens, top_k, hidden, x.dtype)
     configs = pick_experts(num_tokens * top_k, num_experts, x.dtype, x.device)
     block_m = configs[0].block_m
@@ -184,17 +181,16 @@ def fused_experts_ref(
     return out.copy_(weighted_sum_ref(y.view(num_tokens, top_k, -1), weights))
 
 
-def _check_fused(x, w_up, w_down, topk_weights, topk_ids, b_up, b_down) -> int:
+def _check_fused(x, w_up, w_down, topk_weights, topk_ids, b_up, b_down) -> None:
     check_tensor("x", x, shape=(None, None), dtypes=(torch.float32, torch.float16, torch.bfloat16), like=x)
     check(x.shape[1] == 1 or x.stride(1) == 1, f"x has strides {x.stride()}; allowed: last 1; call .contiguous()")
-    intermediate = check_experts(w_up, w_down, b_up, b_down, x.dtype, x.shape[1], x)
+    check_experts(w_up, w_down, b_up, b_down, x.dtype, x.shape[1], x)
     check_tensor("topk_ids", topk_ids, shape=(x.shape[0], None), dtypes=(torch.int32,), like=x)
     top_k = topk_ids.shape[1]
     check(1 <= top_k <= MAX_TOP_K, f"topk_ids has {top_k} columns; allowed: 1 … {MAX_TOP_K}")
     check_tensor("topk_weights", topk_weights, shape=(x.shape[0], top_k), dtypes=(torch.float32,), like=x)
     for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         check(tensor.is_contiguous(), f"{name} is not contiguous; call .contiguous()")
-    return intermediate
 
 
 _fused_op = register("fused_experts", _fused, mutates=("out", "workspace"))
