@@ -111,7 +111,8 @@ def merge(world: World, **kwargs):
 @pytest.mark.parametrize(
     "rows,experts,top_k,block_m",
     [([1], 1, 1, 16), ([5], 7, 3, 16), ([5, 3], 62, 6, 16), ([40, 0, 33], 5, 4, 32), ([0, 0], 9, 2, 16),
-     ([3, 1, 4, 1, 5, 9, 2, 6], 160, 8, 16), ([2, 7, 1], 384, 8, 64), ([70, 70], 2, 2, 16), ([3, 2, 1, 4, 2], 12, 32, 1)],
+     ([3, 1, 4, 1, 5, 9, 2, 6], 160, 8, 16), ([2, 7, 1], 384, 8, 64), ([70, 70], 2, 2, 16),
+     ([3, 2, 1, 4, 2], 12, 32, 1)],
 )  # fmt: skip
 def test_merge(rows, experts, top_k, block_m, launches):
     world = sent(rows, experts, top_k)

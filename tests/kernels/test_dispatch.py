@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dispatch, byte by byte: each slot must be its poison with exactly the message of a loop over tokens written over it."""
+"""dispatch, byte by byte: each slot must be its poison with exactly the message of a loop over tokens on it."""
 
 import pytest
 import torch

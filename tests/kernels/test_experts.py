@@ -42,7 +42,7 @@ def inputs(tokens, experts, hidden, intermediate, top_k, dtype=torch.float32, **
 
 
 def check(i, *, activation=SwiGLU(), ids=None, weights=None, x=None, w_up=None, w_down=None, out=None):
-    """fused_experts against the fp64 loop and the reference; returns the result. The given views replace the inputs'."""
+    """fused_experts against the fp64 loop and the reference; returns the result. Given views replace the inputs'."""
     args = [t if given is None else given for t, given in
             ((i.x, x), (i.w_up, w_up), (i.w_down, w_down), (i.topk_weights, weights), (i.topk_ids, ids))]  # fmt: skip
     kwargs = {"activation": activation, "b_up": i.b_up, "b_down": i.b_down}
@@ -289,7 +289,8 @@ def test_experts_ref_on_lanes(dtype):
 
 @pytest.mark.parametrize(
     "config",
-    [GemmConfig(16, 16, 16, group_m=1), GemmConfig(32, 32, 64, group_m=3, num_stages=2), GemmConfig(64, 64, 32, group_m=8)],
+    [GemmConfig(16, 16, 16, group_m=1), GemmConfig(32, 32, 64, group_m=3, num_stages=2),
+     GemmConfig(64, 64, 32, group_m=8)],
     ids=str,
 )  # fmt: skip
 def test_every_tile_shape(config, dtype, launches):
@@ -428,3 +429,9 @@ def test_pick_experts_has_one_block_m():
     for pairs, experts, dtype_ in itertools.product((0, 1, 100, 10**6), (1, 8, 256), (torch.float32, torch.bfloat16)):
         up, down = pick_experts(pairs, experts, dtype_, torch.device(DEVICE))
         assert up.block_m == down.block_m
+        for block_m in (16, 64, 128, 256):  # a schedule's own: what the card has is kept to
+            up, down = pick_experts(pairs, experts, dtype_, torch.device(DEVICE), block_m=block_m)
+            assert up.block_m == down.block_m == block_m
+            if DEVICE == "cpu":
+                assert up.shared_memory(dtype_.itemsize, 2) <= 101376
+                assert down.shared_memory(dtype_.itemsize, 1) <= 101376

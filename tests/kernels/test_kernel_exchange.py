@@ -21,7 +21,8 @@ from afd_kernels import (
 from afd_kernels.testing import assert_close, expert_inputs, moe_oracle, poison
 
 KERNELS = ("_plan_count_kernel", "_plan_scan_kernel", "_plan_write_kernel", "_pack_kernel", "_wait_kernel",
-           "_merge_kernel", "_p_experts_up_kernel", "_p_experts_down_kernel", "_reply_kernel", "_combine_kernel")  # fmt: skip
+           "_merge_kernel", "_p_experts_up_kernel", "_p_experts_down_kernel", "_reply_kernel",
+           "_combine_kernel")  # fmt: skip
 GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0, interleaved=True)
 
 
@@ -32,7 +33,7 @@ class Case:
                  activation=SwiGLU(), reply_dtype=None, cap=None) -> None:  # fmt: skip
         self.activation, self.dtype = activation, dtype
         self.tokens = [tokens + 3 * a for a in range(lanes)]
-        make = dict(dtype=dtype, device=DEVICE, bias=True)
+        make = {"dtype": dtype, "device": DEVICE, "bias": True}
         self.inputs = [expert_inputs(n, experts, hidden, intermediate, top_k, seed=a, **make)
                        for a, n in enumerate(self.tokens)]  # fmt: skip
         self.experts = self.inputs[0]

@@ -108,7 +108,8 @@ def test_slots_that_do_not_fit(layout):
 @pytest.mark.parametrize(
     "change,match",
     [({"num_experts": 0}, "num_experts is 0; allowed: 1 … 1024"), ({"num_experts": 1025}, "num_experts is 1025"),
-     ({"top_k": 33}, "top_k is 33; allowed: 1 … 32"), ({"top_k": 0}, "top_k is 0"), ({"cap_rows": -1}, "cap_rows is -1"),
+     ({"top_k": 33}, "top_k is 33; allowed: 1 … 32"), ({"top_k": 0}, "top_k is 0"),
+     ({"cap_rows": -1}, "cap_rows is -1"),
      ({"hidden_size": 0}, "hidden_size is 0"), ({"dtype": torch.float64}, "dtype is torch.float64; allowed: float32"),
      ({"cap_rows": 1 << 26, "top_k": 32}, r"cap_rows \* top_k is 2147483648; allowed: below 2\*\*31")],
 )  # fmt: skip

@@ -286,7 +286,8 @@ def test_route_input_errors(launches):
 
 DISPATCH_ERRORS = [
     ("x", lambda t: t[:, 1:], "x has shape"), ("x", lambda t: t.half(), "x is torch.float16; allowed: torch.float32"),
-    ("x", lambda t: t.t().contiguous().t(), "x has strides"), ("x", lambda t: t.repeat(2, 1), "x has 12 rows, the slot"),
+    ("x", lambda t: t.t().contiguous().t(), "x has strides"),
+    ("x", lambda t: t.repeat(2, 1), "x has 12 rows, the slot"),
     ("topk_ids", lambda t: t.long(), "topk_ids is torch.int64; allowed: torch.int32"),
     ("topk_ids", lambda t: t[:, :1], "topk_ids has shape"),
     ("topk_ids", lambda t: t.t().contiguous().t(), "topk_ids is not contiguous"),
@@ -295,7 +296,7 @@ DISPATCH_ERRORS = [
     ("expert_bucket", lambda t: t.long(), "expert_bucket is torch.int64"),
     ("slots", lambda t: t.int(), "slots is torch.int32"), ("lane", lambda t: t[:4], "lane has shape"),
     ("row_map", lambda t: torch.zeros(1, 5, dtype=torch.int32, device=DEVICE), "row_map has shape"),
-    ("layout", lambda t: MessageLayout(5, 8, 2, 24, torch.float32, with_token_ids=True), "layout.with_token_ids is True"),
+    ("layout", lambda t: dataclasses.replace(t, with_token_ids=True), "layout.with_token_ids is True"),
 ]  # fmt: skip
 
 
@@ -355,7 +356,8 @@ def test_fused_errors(launches):
     for change, match in [
         ({0: i.x.half()}, "w_down is torch.float32; allowed: torch.float16"), ({0: i.x[0]}, "x has shape"),
         ({1: i.w_up[:, 1:]}, "w_up has shape"), ({2: i.w_down[1:]}, "w_up has shape"),
-        ({3: i.topk_weights.double()}, "topk_weights is torch.float64"), ({4: i.topk_ids.long()}, "topk_ids is torch.int64"),
+        ({3: i.topk_weights.double()}, "topk_weights is torch.float64"),
+        ({4: i.topk_ids.long()}, "topk_ids is torch.int64"),
         ({4: i.topk_ids[:, :1].contiguous()}, "topk_weights has shape"),
         ({3: torch.zeros(6, 33, device=DEVICE), 4: torch.zeros(6, 33, dtype=torch.int32, device=DEVICE)},
          "topk_ids has 33 columns; allowed: 1 … 32"),
@@ -411,8 +413,9 @@ def test_check_tensor_names_everything():
 
 
 SIGNATURES = {
-    "ExpertSchedule": "row_address, pair_address, weight_address, lane_base, lane_prefix, lane_start, expert_base, tiles, "
-    "num_tiles, error, block_m, top_k, cap_rows, cap_pairs, hidden_size, row_stride, dtype",
+    "ExpertSchedule": "row_address, pair_address, weight_address, lane_base, lane_prefix, lane_start, "
+    "expert_base, tiles, num_tiles, error, block_m, top_k, cap_rows, cap_pairs, hidden_size, "
+    "row_stride, dtype",
     "GemmConfig": "block_m, block_n, block_k, num_warps=4, num_stages=3, group_m=8",
     "MessageLayout": "num_experts, cap_rows, top_k, hidden_size, dtype, with_token_ids=False",
     "ReplyLayout": "cap_rows, hidden_size, dtype",
@@ -420,23 +423,25 @@ SIGNATURES = {
     "arrival": "slots, lanes, layout, *, block_m=None, schedule=None",
     "begin_step": "lane, *, session, step, rows, mode=1",
     "combine": "reply_slots, row_map, layout, lane, *, out=None, dtype=None",
-    "dispatch": "x, topk_ids, topk_weights, *, expert_bucket, slots, layout, lane, layer=0, row_map=None, workspace=None",
-    "dispatch_workspace": "num_tokens, layout, num_peers",
-    "experts_forward": "schedule, w_up, w_down, *, activation=SwiGLU(), b_up=None, b_down=None, y=None, workspace=None, "
-    "config=None",
-    "experts_workspace": "schedule, intermediate_size",
-    "fused_experts": "x, w_up, w_down, topk_weights, topk_ids, *, activation=SwiGLU(), b_up=None, b_down=None, out=None, "
+    "dispatch": "x, topk_ids, topk_weights, *, expert_bucket, slots, layout, lane, layer=0, row_map=None, "
     "workspace=None",
+    "dispatch_workspace": "num_tokens, layout, num_peers",
+    "experts_forward": "schedule, w_up, w_down, *, activation=SwiGLU(), b_up=None, b_down=None, y=None, "
+    "workspace=None, config=None",
+    "experts_workspace": "schedule, intermediate_size",
+    "fused_experts": "x, w_up, w_down, topk_weights, topk_ids, *, activation=SwiGLU(), b_up=None, b_down=None, "
+    "out=None, workspace=None",
     "fused_experts_workspace": "num_tokens, num_experts, intermediate_size, hidden_size, top_k, dtype, device",
     "fused_moe": "hidden_states, gate_weight, w_up, w_down, *, top_k, scoring='softmax', gate_bias=None, "
-    "selection_bias=None, num_groups=1, topk_groups=1, renormalize=False, scale=1.0, activation=SwiGLU(), b_up=None, "
-    "b_down=None, out=None",
+    "selection_bias=None, num_groups=1, topk_groups=1, renormalize=False, scale=1.0, "
+    "activation=SwiGLU(), b_up=None, b_down=None, out=None",
     "new_schedule": "num_lanes, layout, *, block_m, device, row_stride=None, workspace=None",
     "pick": "op, rows_per_expert, dtype, *, gpu='default', shared_memory=101376",
     "pick_experts": "num_pairs, num_experts, dtype, device, *, block_m=None",
     "reply": "y, schedule, reply_slots, lanes, layout, *, workspace=None",
-    "route": "hidden_states, gate_weight, *, top_k, scoring='softmax', gate_bias=None, selection_bias=None, num_groups=1, "
-    "topk_groups=1, renormalize=False, scale=1.0, out=None, workspace=None",
+    "route": "hidden_states, gate_weight, *, top_k, scoring='softmax', gate_bias=None, "
+    "selection_bias=None, num_groups=1, topk_groups=1, renormalize=False, scale=1.0, out=None, "
+    "workspace=None",
     "route_workspace": "num_tokens, num_experts, hidden_size",
     "schedule_bytes": "num_lanes, layout, block_m",
     "signal_word": "session, step, exchange",
