@@ -91,7 +91,8 @@ def workspace_for(workspace: torch.Tensor | None, nbytes: int, device: torch.dev
         f"uint8, "
         f"zeroed once; {what} gives the size",
     )
-    check(workspace.device == device, f"workspace is on {workspace.device}; allowed: {device}")
+    same = workspace.device.type == device.type and device.index in (None, workspace.device.index)
+    check(same, f"workspace is on {workspace.device}; allowed: {device}")
     check(workspace.data_ptr() % 16 == 0, "workspace is not 16-byte aligned; allocate it on its own")
     return workspace
 

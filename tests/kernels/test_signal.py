@@ -213,6 +213,8 @@ def test_host_abort_while_waiting(launches):
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter runs one program after the other")
 def test_kernel_waits_for_a_late_word(launches):
     """Another stream publishes while the kernel polls; then the same with the abort flag."""
+    torch.cuda._sleep(1)  # a kernel's first launch waits for the kernel that polls
+    torch.zeros(1, dtype=torch.int32, device=DEVICE).fill_(1), torch.zeros(1, dtype=torch.int64, device=DEVICE).fill_(1)
     for what in ("word", "abort"):
         waiter = Waiter("kernel", launches)
         waiter.setup(2)
