@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import afd_kernels
-from afd_kernels.message import LANE_FIELDS, begin_step
-from afd_kernels.signal import StatusCode
+from afd_kernels.message import LANE_FIELDS
+from afd_kernels.signal import StatusCode, begin_step
 from afd_runtime.config import AFDConfig
 from afd_runtime.connectors.base import AFDControlPlane
 from afd_runtime.control_plane.attention import AttentionControlPlane

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 import afd_kernels
-from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, Header, Lane, begin_step, tensor_at
-from afd_kernels.signal import Status, StatusCode
+from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, Header, Lane, tensor_at
+from afd_kernels.signal import Status, StatusCode, begin_step
 from afd_runtime.config import AFDConfig
 from afd_runtime.connectors.base import AFDControlPlane
 from afd_runtime.control_plane.cells import AbortCell

@@ -24,17 +24,14 @@ def test_killed_ffn_rank_is_named_with_layer_stage_and_step() -> None:
     with new_group(1, 2) as group:
         ffn, (attention,) = group.start_all()
         attention.call("step", 3, seed=0)
-        attention.start("step", 3, seed=1, pause_s=0.3)  # waits between its layers
-        time.sleep(0.15)
+        attention.call("step", 3, seed=1, layers=1)
         ffn[1].kill()
-        with pytest.raises(Failed) as caught:
-            attention.result(5)
-        error = caught.value
-        assert error.name == "AFDPeerLost" and error.seconds < 3
+        error = failure(attention, "experts", 3, *_tensors(3))
+        assert error.name == "AFDPeerLost" and error.seconds < 5
         assert error.fields == {"peer": "FFN rank 1", "layer": 3, "stage": 0, "step": 1}
         assert f"process {ffn[1].process.pid} ended" in error.text
         error = failure(attention, "step", 3, seed=2)
-        assert error.name == "AFDPeerLost" and error.fields["layer"] is None and error.seconds < 1
+        assert error.name == "AFDPeerLost" and error.fields["layer"] is None and error.seconds < 5
         attention.call("close")
 
 
@@ -42,13 +39,15 @@ def test_killed_ffn_rank_with_a_reply_outstanding_and_its_successor() -> None:
     with new_group(1, 2) as group:
         first = group.ffn(0)
         slow = group.ffn(1, bank={"delay_s": 30.0})
-        attention = group.attention(0).start("step", 4, seed=0)
-        time.sleep(0.3)
+        attention = group.attention(0)
+        attention.call("begin_step", 4)
+        attention.start("experts", 1, *_tensors(4))
+        time.sleep(0.5)
         slow.kill()
         with pytest.raises(Failed) as caught:
-            attention.result(5)
+            attention.result()
         assert caught.value.name == "AFDPeerLost" and caught.value.fields["peer"] == "FFN rank 1"
-        assert caught.value.fields["layer"] == 1 and caught.value.seconds < 3
+        assert caught.value.fields["layer"] == 1 and caught.value.seconds < 5
         attention.call("close")
         second = group.ffn(1)  # FFN rank 0 served on; a new FFN rank 1 takes the free place
         again = group.attention(0)
@@ -65,7 +64,7 @@ def test_killed_attention_rank_leaves_the_others_served_and_can_come_back(ffn_ra
         other.start("step", 5, seed=1)  # may be in one step with the doomed rank
         time.sleep(0.1)
         doomed.kill()
-        other.result(5)
+        other.result()
         other.call("step", 2, seed=2)
         back = group.attention(0)
         for child in (back, other):
@@ -77,12 +76,12 @@ def test_killed_attention_rank_leaves_the_others_served_and_can_come_back(ffn_ra
 
 
 def test_silent_ffn_rank_is_lost_after_the_liveness_limit() -> None:
-    with new_group(1, 2, liveness_timeout_s=1.0) as group:
+    with new_group(1, 2, liveness_timeout_s=3.0) as group:
         ffn, (attention,) = group.start_all()
         attention.call("step", 1, seed=0)
         os.kill(ffn[1].process.pid, signal.SIGSTOP)  # it lives, but says nothing
         error = failure(attention, "step", 3, seed=1)
-        assert error.name == "AFDPeerLost" and error.fields["peer"] == "FFN rank 1" and error.seconds < 5
+        assert error.name == "AFDPeerLost" and error.fields["peer"] == "FFN rank 1" and error.seconds < 10
         assert "was silent for" in error.text
 
 
@@ -91,7 +90,7 @@ def test_killed_sequencer_ends_the_other_ffn_rank() -> None:
         ffn, (attention,) = group.start_all()
         ffn[0].kill()
         with pytest.raises(Failed, match="FFN rank 1 ends: FFN rank 0 was lost: process"):
-            ffn[1].result(5)
+            ffn[1].result()
         assert failure(attention, "step", 1, seed=0).fields["peer"].startswith("FFN rank")
 
 
@@ -154,35 +153,35 @@ def test_a_step_given_up_leaves_the_others_and_the_next_step_works() -> None:
             time.sleep(0.1)
             error = failure(first, "end_step")
             assert error.name == "AFDError" and "1 of 3 exchanged layers" in error.text
-            second.result(5)
+            second.result()
             first.call("step", 4, seed=10 + attempt)
         group.end(ffn)
 
 
 def test_an_attention_rank_that_hangs_in_a_step_is_dropped_and_told() -> None:
-    with new_group(2, 1, peer_timeout_s=1.5) as group:
+    with new_group(2, 1, peer_timeout_s=3.0) as group:
         ffn, (hanging, other) = group.start_all()
         for child in (hanging, other):
             child.call("step", 1, seed=0)  # first calls are slow
         hanging.call("step", 2, seed=0, layers=1)
         other.start("step", 3, seed=1)
-        other.result(10)
-        time.sleep(1.7)
+        other.result()
+        time.sleep(3.2)
         error = failure(hanging, "experts", 3, *_tensors(2))
         assert error.name == "AFDStepAborted" and error.fields["peer"] == "FFN rank 0" and error.fields["layer"] == 3
-        assert "no request for layer 3 arrived within peer_timeout_s=1.5" in error.text
+        assert "no request for layer 3 arrived within peer_timeout_s=3" in error.text
         hanging.call("step", 2, seed=2)
         group.end(ffn)
 
 
 def test_an_ffn_rank_that_is_too_slow_is_a_time_out() -> None:
-    with new_group(1, 2, reply_timeout_s=0.5) as group:
-        ffn = [group.ffn(0), group.ffn(1, bank={"delay_s": 1.5})]
+    with new_group(1, 2, reply_timeout_s=1.5) as group:
+        ffn = [group.ffn(0), group.ffn(1, bank={"delay_s": 3.0})]
         attention = group.attention(0)
         error = failure(attention, "step", 2, seed=0)
         where = {name: error.fields[name] for name in ("peer", "layer", "stage", "step")}
         assert error.name == "AFDTimeoutError" and where == {"peer": "FFN rank 1", "layer": 1, "stage": 0, "step": 0}
-        assert "within 0.5 s" in error.text
+        assert "within 1.5 s" in error.text
         group.end(ffn)  # FFN rank 0 was told and waits for no further layer
 
 
@@ -193,7 +192,7 @@ def test_a_fault_in_the_experts_reaches_attention_with_its_text() -> None:
         error = failure(attention, "step", 2, seed=0)
         assert error.name == "AFDPeerLost" and error.fields["layer"] == 3 and "the planted fault" in error.text
         with pytest.raises(Failed, match="RuntimeError: the planted fault"):
-            ffn.result(5)
+            ffn.result()
 
 
 def test_a_fault_in_one_stage_ends_the_others() -> None:
@@ -203,7 +202,7 @@ def test_a_fault_in_one_stage_ends_the_others() -> None:
         error = failure(attention, "step", 2, seed=0, stage=1)
         assert error.name == "AFDPeerLost" and error.fields["stage"] == 1 and "the planted fault" in error.text
         with pytest.raises(Failed, match="RuntimeError: the planted fault"):
-            ffn.result(5)
+            ffn.result()
 
 
 def test_wrong_calls_are_refused_by_name() -> None:
