@@ -16,14 +16,13 @@ from afd_kernels.message import (
     Lane,
     MessageLayout,
     ReplyLayout,
-    begin_step,
     signal_word,
     split_word,
     tensor_at,
 )
 from afd_kernels.reply import REPLY_WORKSPACE, reply
 from afd_kernels.routing import route, route_workspace, top_k_from_logits
-from afd_kernels.signal import Status, StatusCode, wait
+from afd_kernels.signal import Status, StatusCode, begin_step, wait
 
 __all__ = [
     "MODE_OFFLINE",

@@ -203,8 +203,8 @@ def arrival(
         f"schedule is for {schedule.num_lanes} lanes and block_m {schedule.block_m}; "
         f"allowed: {slots.numel()} lanes, block_m {block_m}",
     )
-    args: tuple[Any, ...] = (slots, lanes, *schedule.tensors(), layout.num_experts, layout.cap_rows, layout.top_k, layout.hidden_size,
-            layout.dtype, schedule.block_m)  # fmt: skip
+    args: tuple[Any, ...] = (slots, lanes, *schedule.tensors(), layout.num_experts, layout.cap_rows,
+                             layout.top_k, layout.hidden_size, layout.dtype, schedule.block_m)  # fmt: skip
     (_arrival_op if is_tracing() else _arrival)(*args)
     return schedule
 

@@ -24,11 +24,10 @@ from afd_kernels.message import (
     split_word,
     tensor_at,
 )
-from afd_kernels.signal import _MODE, arrive_last, check_lanes, lane_word, publish_host, store_release
+from afd_kernels.signal import _MODE, _ROWS, arrive_last, check_lanes, lane_word, publish_host, store_release
 
 PAIRS_PER_BLOCK = 128
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_ROWS = tl.constexpr(int(Lane.ROWS))
 _H_MAGIC = tl.constexpr(MAGIC)
 _H_VERSION = tl.constexpr(VERSION)
 

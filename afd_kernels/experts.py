@@ -348,9 +348,7 @@ def pick_experts(
 
 def _flat(config: tuple[GemmConfig, GemmConfig] | None) -> list[int]:
     """For the op's boundary; empty where the launcher picks: the tables are not read inside ``torch.compile``."""
-    return [
-        n for c in config or () for n in (c.block_m, c.block_n, c.block_k, c.num_warps, c.num_stages, c.group_m)
-    ]
+    return [n for c in config or () for n in (c.block_m, c.block_n, c.block_k, c.num_warps, c.num_stages, c.group_m)]
 
 
 def _experts(

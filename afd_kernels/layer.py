@@ -140,8 +140,8 @@ def _fused(
     launch_plan(topk_ids, topk_weights, bucket, slot, slot, slot, counts, starts, layout, 1, 0, local=True)
     launch_merge(slot, slot, x, tensors, layout, block_m, local=True)
     schedule = ExpertSchedule(
-        **_named(tensors), block_m=block_m, top_k=top_k, cap_rows=num_tokens, cap_pairs=num_tokens * top_k, hidden_size=hidden,
-        row_stride=x.stride(0), dtype=x.dtype,
+        **_named(tensors), block_m=block_m, top_k=top_k, cap_rows=num_tokens, cap_pairs=num_tokens * top_k,
+        hidden_size=hidden, row_stride=x.stride(0), dtype=x.dtype,
     )  # fmt: skip
     experts_forward(schedule, w_up, w_down, activation=activation, b_up=b_up, b_down=b_down, y=y, workspace=h,
                     config=configs)  # fmt: skip

@@ -82,17 +82,6 @@ def split_word(word: int) -> tuple[int, int, int]:
     return word >> 48, word >> 16 & 0xFFFFFFFF, word & 0xFFFF
 
 
-def begin_step(lane: torch.Tensor, *, session: int, step: int, rows: int, mode: int = MODE_ONLINE) -> None:
-    """Writes a lane's state for a new step from the host. lane: int64[8], written. The exchange index restarts at 0."""
-    if mode not in (MODE_OFFLINE, MODE_ONLINE):
-        raise ValueError(f"mode is {mode}; allowed: {MODE_OFFLINE} (offline), {MODE_ONLINE} (online)")
-    if rows < 0:
-        raise ValueError(f"rows is {rows}; allowed: 0 or more")
-    state = torch.zeros(LANE_FIELDS, dtype=torch.int64)
-    state[Lane.WORD], state[Lane.MODE], state[Lane.ROWS] = signal_word(session, step, 0), mode, rows
-    lane.copy_(state)
-
-
 def _align(nbytes: int) -> int:
     return (nbytes + 127) // 128 * 128
 

@@ -17,13 +17,14 @@ import triton
 import triton.language as tl
 
 from afd_kernels._op import INTERPRETED, check, check_tensor, is_tracing, reference, register, runs_kernel
-from afd_kernels.message import LANE_FIELDS, MODE_ONLINE, SIGNAL_OFFSET, Lane
+from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, MODE_ONLINE, SIGNAL_OFFSET, Lane, signal_word
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _SIGNAL_OFFSET = tl.constexpr(SIGNAL_OFFSET)
 _WORD = tl.constexpr(int(Lane.WORD))
 _EXCHANGE = tl.constexpr(int(Lane.EXCHANGE))
 _MODE = tl.constexpr(int(Lane.MODE))
+_ROWS = tl.constexpr(int(Lane.ROWS))
 _LANE_FIELDS = tl.constexpr(LANE_FIELDS)
 _SESSION_BITS = tl.constexpr(48)
 _BELOW_SESSION = tl.constexpr((1 << 48) - 1)
@@ -102,14 +103,13 @@ def lane_word(lane_ptr):
 @triton.jit(do_not_specialize=["limit", "D"])
 def _wait_kernel(
     slots_ptr, lanes_ptr, abort_ptr, status_ptr, limit, D,
-    LANE_STRIDE: tl.constexpr, D_PAD: tl.constexpr, ABORT_EVERY: tl.constexpr,
+    PER_LANE: tl.constexpr, LANE_STRIDE: tl.constexpr, D_PAD: tl.constexpr, ABORT_EVERY: tl.constexpr,
 ):  # fmt: skip
     offs = tl.arange(0, D_PAD)
     mask = offs < D
     lane = lanes_ptr + offs * LANE_STRIDE
     slot = tl.load(slots_ptr + offs, mask=mask, other=0)
-    online = tl.load(lane + _MODE, mask=mask, other=0) == 1
-    waited = mask & online & (slot != 0)
+    waited = mask & (slot != 0) & (tl.load(lane + _MODE, mask=mask, other=0) == 1)
     expected = tl.load(lane + _WORD, mask=mask, other=0) | tl.load(lane + _EXCHANGE, mask=mask, other=0)
     # a lane that is not waited for polls the first waited slot: every thread of the vector loads some valid word
     any_slot = tl.max(tl.where(waited, slot, 0), axis=0)
@@ -122,7 +122,9 @@ def _wait_kernel(
     pending = tl.sum(waited.to(tl.int32), axis=0)
     while pending > 0:  # only scalars are carried: triton 3.6 cannot lower vectors here
         observed = load_acquire(address)
-        missing = waited & (observed != expected)
+        # a lane that failed was set offline below
+        online = tl.load(lane + _MODE, mask=waited, other=0, volatile=True) == 1
+        missing = waited & online & (observed != expected)
         foreign = (observed != 0) & ((observed >> _SESSION_BITS) != (expected >> _SESSION_BITS))
         newer = (observed & _BELOW_SESSION) > (expected & _BELOW_SESSION)
         wrong = missing & (foreign | newer)
@@ -132,18 +134,28 @@ def _wait_kernel(
             now = polls
         else:
             now = _global_timer()
-        code = tl.where(now - start > limit, 1, 0)
+        code = tl.where(wrong, 3, tl.where(now - start > limit, 1, 0))
         if polls % ABORT_EVERY == 0:
-            code = tl.where(tl.load(abort_ptr, volatile=True) != 0, 2, code)
-        any_wrong = tl.sum(wrong.to(tl.int32), axis=0)
-        code = tl.where(any_wrong > 0, 3, code)
-        if (pending > 0) & (code != 0):
-            peer = tl.min(tl.where(wrong | (missing & (any_wrong == 0)), offs, D_PAD), axis=0)
-            tl.store(status_ptr + 1, peer.to(tl.int64))
-            tl.store(status_ptr + 2, tl.sum(tl.where(offs == peer, expected, 0), axis=0))
-            tl.store(status_ptr + 3, tl.sum(tl.where(offs == peer, observed, 0), axis=0))
-            tl.store(status_ptr, code.to(tl.int64))
-            pending = 0
+            flag = tl.load(abort_ptr + offs * PER_LANE, mask=missing, other=0, volatile=True)
+            code = tl.where((flag != 0) & (wrong == 0), 2, code)
+        failed = missing & (code != 0)
+        num_failed = tl.sum(failed.to(tl.int32), axis=0)
+        if num_failed > 0:
+            if PER_LANE:
+                cell = status_ptr + offs * _LANE_FIELDS
+                tl.store(lane + _MODE, 0, mask=failed)
+                pending -= num_failed
+            else:  # the first that is wrong, or else the first that is missing, ends the wait
+                any_wrong = tl.sum(wrong.to(tl.int32), axis=0) > 0
+                first = tl.min(tl.where(wrong | (failed & (any_wrong == 0)), offs, D_PAD), axis=0)
+                failed = offs == first
+                cell = status_ptr + offs * 0
+                tl.store(lane + _MODE, 0, mask=failed)
+                pending = 0
+            tl.store(cell + 1, offs.to(tl.int64), mask=failed)
+            tl.store(cell + 2, expected, mask=failed)
+            tl.store(cell + 3, observed, mask=failed)
+            tl.store(cell, code.to(tl.int64), mask=failed)
 
 
 def wait(
@@ -156,9 +168,12 @@ def wait(
 ) -> None:
     """Waits until every online peer's slot holds the word its lane expects (``WORD | EXCHANGE``).
 
-    slots: int64[D], addresses of slots (0: no such peer). lanes: int64[8] (one lane, all peers) or int64[D, 8].
-    abort: int32[1], a non-zero value ends the wait. status: int64[8], written only where the wait failed (``Status``).
-    timeout_s: seconds by the device clock; the interpreter counts polls instead.
+    slots: int64[D], addresses of slots (0: no such peer). lanes: int64[8] (one lane, all peers) or int64[D, 8]; a lane
+    whose wait failed is set offline.
+    status: int64[8], written where a wait failed (``Status``), and the first failure ends the wait; or int64[D, 8], one
+    cell for each lane, and the wait goes on for the others. abort: int32[1], or int32[D] beside int64[D, 8]; a non-zero
+    value ends the wait. Both may lie in pinned host memory. timeout_s: seconds by the device clock; the interpreter
+    counts polls instead.
     """
     _check_wait(slots, lanes, abort, status, timeout_s)
     if is_tracing():
@@ -177,10 +192,36 @@ def _wait(
         return
     limit = INTERPRETER_POLLS if INTERPRETED else int(timeout_s * 1e9)
     _wait_kernel[(1,)](
-        slots, lanes, abort, status, limit, slots.numel(), LANE_STRIDE=LANE_FIELDS if lanes.dim() == 2 else 0,
-        D_PAD=max(32, triton.next_power_of_2(slots.numel())), ABORT_EVERY=ABORT_EVERY, num_warps=1,
-        enable_fp_fusion=True,
+        slots, lanes, abort, status, limit, slots.numel(), PER_LANE=status.dim() == 2,
+        LANE_STRIDE=LANE_FIELDS if lanes.dim() == 2 else 0, D_PAD=max(32, triton.next_power_of_2(slots.numel())),
+        ABORT_EVERY=ABORT_EVERY, num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["word", "mode", "rows"])
+def _begin_kernel(lane_ptr, word, mode, rows):
+    offs = tl.arange(0, _LANE_FIELDS)
+    state = tl.where(offs == _MODE, mode, tl.where(offs == _ROWS, rows, 0)).to(tl.int64)
+    tl.store(lane_ptr + offs, tl.where(offs == _WORD, word, state))
+
+
+def begin_step(lane: torch.Tensor, *, session: int, step: int, rows: int, mode: int = MODE_ONLINE) -> None:
+    """Writes a lane's state for a new step, in stream order; the values travel in the launch.
+
+    lane: int64[8], written; the exchange index restarts at 0. session: 16 bits. step: 32 bits. rows: 0 or more.
+    mode: ``MODE_OFFLINE`` (sends nothing, combine writes zeros) or ``MODE_ONLINE``.
+    """
+    check_tensor("lane", lane, shape=(LANE_FIELDS,), dtypes=(torch.int64,), like=lane)
+    allowed = f"{MODE_OFFLINE} (offline), {MODE_ONLINE} (online)"
+    check(mode in (MODE_OFFLINE, MODE_ONLINE), f"mode is {mode}; allowed: {allowed}")
+    check(rows >= 0, f"rows is {rows}; allowed: 0 or more")
+    word = signal_word(session, step, 0)
+    if runs_kernel(lane):
+        _begin_kernel[(1,)](lane, word, mode, rows, num_warps=1, enable_fp_fusion=True)
+        return
+    state = torch.zeros(LANE_FIELDS, dtype=torch.int64)
+    state[Lane.WORD], state[Lane.MODE], state[Lane.ROWS] = word, mode, rows
+    lane.copy_(state)
 
 
 _ORDER = threading.Lock()
@@ -204,6 +245,7 @@ def wait_ref(
     slots: torch.Tensor, lanes: torch.Tensor, *, abort: torch.Tensor, status: torch.Tensor, timeout_s: float
 ) -> None:
     """``wait`` on the host, with a back-off that leaves the core to the process that is being waited for."""
+    per_lane = status.dim() == 2
     states = lanes.expand(slots.numel(), LANE_FIELDS).tolist()
     pending = {
         peer: (ctypes.c_int64.from_address(address + SIGNAL_OFFSET), state[Lane.WORD] | state[Lane.EXCHANGE])
@@ -212,31 +254,44 @@ def wait_ref(
     }
     deadline, pause, polls = time.monotonic() + timeout_s, 0.0, 0
     while pending:
+        failures = []
         for peer, (cell, expected) in list(pending.items()):
             observed = cell.value
             if observed == expected:
                 del pending[peer]
-            elif observed != 0 and (observed >> 48 != expected >> 48 or _sequence(observed) > _sequence(expected)):
-                return _report(status, StatusCode.PROTOCOL, peer, expected, observed)
-        if not pending:
-            break
-        peer, (cell, expected) = next(iter(pending.items()))
-        if int(abort[0]):
-            return _report(status, StatusCode.ABORTED, peer, expected, cell.value)
-        if time.monotonic() > deadline:
-            return _report(status, StatusCode.TIMEOUT, peer, expected, cell.value)
-        polls += 1
-        pause = 0.0 if polls < 20 else min(500e-6, pause + 20e-6)
-        time.sleep(pause)
+                continue
+            code = _failure(observed, expected, int(abort[peer if per_lane else 0]), time.monotonic() > deadline)
+            if code is not StatusCode.OK:
+                failures.append((code is not StatusCode.PROTOCOL, peer, code, expected, observed))
+        for _, peer, code, expected, observed in sorted(failures)[: None if per_lane else 1]:
+            lane = lanes[peer] if lanes.dim() == 2 else lanes
+            _report(status[peer] if per_lane else status, lane, code, peer, expected, observed)
+            del pending[peer]
+        if failures and not per_lane:
+            return
+        if pending:
+            polls += 1
+            pause = 0.0 if polls < 20 else min(500e-6, pause + 20e-6)
+            time.sleep(pause)
     host_fence()
-    return None
+
+
+def _failure(observed: int, expected: int, abort: int, late: bool) -> StatusCode:
+    if observed != 0 and (observed >> 48 != expected >> 48 or _sequence(observed) > _sequence(expected)):
+        return StatusCode.PROTOCOL
+    if abort:
+        return StatusCode.ABORTED
+    return StatusCode.TIMEOUT if late else StatusCode.OK
 
 
 def _sequence(word: int) -> int:
     return word & ((1 << 48) - 1)
 
 
-def _report(status: torch.Tensor, code: StatusCode, peer: int, expected: int, observed: int) -> None:
+def _report(
+    status: torch.Tensor, lane: torch.Tensor, code: StatusCode, peer: int, expected: int, observed: int
+) -> None:
+    lane[Lane.MODE] = MODE_OFFLINE
     status[Status.PEER], status[Status.EXPECTED], status[Status.OBSERVED] = peer, expected, observed
     status[Status.CODE] = int(code)
 
@@ -246,8 +301,15 @@ def _check_wait(
 ) -> None:
     check_tensor("slots", slots, shape=(None,), dtypes=(torch.int64,), like=slots)
     check_lanes(lanes, slots)
-    check_tensor("abort", abort, shape=(1,), dtypes=(torch.int32,), like=slots)
-    check_tensor("status", status, shape=(8,), dtypes=(torch.int64,), like=slots)
+    per_lane = status.dim() == 2
+    check(not per_lane or lanes.dim() == 2, "status is int64[D, 8] for one lane; allowed: int64[8]")
+    for name, tensor, shape, dtype in (
+        ("abort", abort, (slots.numel() if per_lane else 1,), torch.int32),
+        ("status", status, (slots.numel(), LANE_FIELDS) if per_lane else (LANE_FIELDS,), torch.int64),
+    ):
+        host = tensor.device.type == "cpu" and slots.is_cuda and tensor.is_pinned()
+        check_tensor(name, tensor, shape=shape, dtypes=(dtype,), like=tensor if host else slots)
+        check(tensor.is_contiguous(), f"{name} is not contiguous; allowed: contiguous {shape}")
     check(timeout_s > 0, f"timeout_s is {timeout_s}; allowed: above 0 seconds")
 
 
@@ -258,4 +320,4 @@ def check_lanes(lanes: torch.Tensor, slots: torch.Tensor, *, one: bool = False) 
     check(lanes.is_contiguous(), "lanes is not contiguous; allowed: contiguous int64[8] or int64[D, 8]")
 
 
-_wait_op = register("wait", _wait, mutates=("status",))
+_wait_op = register("wait", _wait, mutates=("lanes", "status"))

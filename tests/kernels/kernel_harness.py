@@ -40,6 +40,11 @@ class Launches(Counter):
         missing = [name for name in names if not self[name]]
         assert not missing, f"these kernels did not run: {missing}; these did: {dict(self)}"
 
+    def expect_none(self) -> None:
+        """Nothing ran but the lane states that the test itself set."""
+        ran = {name: n for name, n in self.items() if name != "_begin_kernel"}
+        assert not ran, f"these kernels ran: {ran}"
+
 
 @contextlib.contextmanager
 def counted():

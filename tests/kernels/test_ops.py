@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from kernel_harness import DEVICE, World, addresses, blocks, counted, same_bits, shard, status_cell, to_cpu
+from kernel_harness import DEVICE, Launches, World, addresses, blocks, counted, same_bits, shard, status_cell, to_cpu
 
 import afd_kernels
 from afd_kernels import (
@@ -128,6 +128,14 @@ CALLS = {"route": call_route, "top_k_from_logits": call_top_k, "dispatch": call_
          "fused_experts": call_fused}  # fmt: skip
 
 
+EXPERT_KERNELS = ("_p_experts_up_kernel", "_p_experts_down_kernel")
+PLAN = ("_plan_count_kernel", "_plan_scan_kernel", "_plan_write_kernel")
+KERNELS = {"route": ("_gate_kernel", "_top_k_kernel"), "top_k_from_logits": ("_top_k_kernel",),
+           "dispatch": (*PLAN, "_pack_kernel"), "arrival": ("_merge_kernel",), "experts_forward": EXPERT_KERNELS,
+           "reply": ("_reply_kernel",), "combine": ("_combine_kernel",), "wait": ("_wait_kernel",),
+           "fused_experts": (*PLAN, "_merge_kernel", *EXPERT_KERNELS, "_weighted_sum_kernel")}  # fmt: skip
+
+
 def result_of(name: str, function):
     """What the op returned and every byte it may have written, on the CPU; addresses left out."""
     s = Setup().up_to(name)
@@ -156,11 +164,19 @@ def test_every_op_is_registered():
 def test_compiled_equals_eager(name, backend, launches):
     torch._dynamo.reset()
     want = result_of(name, CALLS[name])
-    with counted() as inside:
-        got = result_of(name, torch.compile(CALLS[name], fullgraph=True, backend=backend))
+    compiled = torch.compile(CALLS[name], fullgraph=True, backend=backend)
+    inside = Launches()
+
+    def call(s):
+        with counted() as inner:
+            returned = compiled(s)
+        inside.update(inner)
+        return returned
+
+    got = result_of(name, call)
     for a, b in zip(got, want, strict=True):
         assert same_bits(a, b), (name, a, b)
-    assert inside, "no kernel ran in the compiled call"
+    inside.expect(*KERNELS[name])
     launches.expect(*inside)
 
 
@@ -262,7 +278,7 @@ def test_routing_errors(kwargs, match, launches):
         route(i.x, i.gate_weight, **kwargs)
     with pytest.raises(ValueError, match=match):
         top_k_from_logits(i.x @ i.gate_weight.t(), **kwargs)
-    assert not launches
+    launches.expect_none()
 
 
 def test_route_input_errors(launches):
@@ -281,7 +297,7 @@ def test_route_input_errors(launches):
         route([1.0], i.gate_weight, top_k=2)
     with pytest.raises(ValueError, match="gate_bias has shape"):
         route(i.x, i.gate_weight, top_k=2, gate_bias=torch.zeros(4, device=DEVICE))
-    assert not launches
+    launches.expect_none()
 
 
 DISPATCH_ERRORS = [
@@ -309,7 +325,8 @@ def test_dispatch_errors(name, change, match, launches):
     before = s.world.requests[0][0].clone()
     with pytest.raises(ValueError, match=match):
         dispatch(given.pop("x"), given.pop("topk_ids"), given.pop("topk_weights"), **given)
-    assert not launches and torch.equal(before, s.world.requests[0][0])
+    launches.expect_none()
+    assert torch.equal(before, s.world.requests[0][0])
 
 
 def test_fp8_rows_are_refused(launches):
@@ -318,7 +335,7 @@ def test_fp8_rows_are_refused(launches):
     with pytest.raises(ValueError, match="layout.dtype is torch.float8_e4m3fn; allowed"):
         dispatch(s.i.x.to(torch.float8_e4m3fn), s.i.topk_ids, s.i.topk_weights, expert_bucket=s.bucket,
                  slots=s.requests, layout=layout, lane=s.lane)  # fmt: skip
-    assert not launches
+    launches.expect_none()
 
 
 def test_combine_reply_and_wait_errors():
@@ -373,7 +390,7 @@ def test_fused_errors(launches):
             fused_experts(*args, **kwargs)
     with pytest.raises(ValueError, match="limit is 0; allowed: None, or above 0"):
         SwiGLU(limit=0)
-    assert not launches
+    launches.expect_none()
 
 
 def test_misaligned_workspace_is_refused(launches):
@@ -381,7 +398,7 @@ def test_misaligned_workspace_is_refused(launches):
     workspace = torch.zeros(1 << 16, dtype=torch.uint8, device=DEVICE)[8:]
     with pytest.raises(ValueError, match="workspace is not 16-byte aligned"):
         fused_experts(s.i.x, s.i.w_up, s.i.w_down, s.i.topk_weights, s.i.topk_ids, workspace=workspace)
-    assert not launches
+    launches.expect_none()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs two devices")
@@ -392,7 +409,7 @@ def test_device_mismatch_is_refused(launches):
     with pytest.raises(ValueError, match="slots is on cpu, the other inputs on cuda"):
         dispatch(s.i.x, s.i.topk_ids, s.i.topk_weights, expert_bucket=s.bucket, slots=s.requests.cpu(),
                  layout=s.layout, lane=s.lane)  # fmt: skip
-    assert not launches
+    launches.expect_none()
 
 
 def test_references_can_be_forbidden(monkeypatch):

@@ -42,12 +42,15 @@ class Waiter:
 
     def run(self, timeout_s: float, table: torch.Tensor | None = None) -> StatusCode | None:
         """The code, None where the status cell was not touched."""
+        modes = self.lanes.view(-1, 8)[:, Lane.MODE].tolist() or [0]
         function, before = (wait, sum(self.launches.values())) if self.kind == "kernel" else (wait_ref, None)
         table = self.table() if table is None else table
         function(table, self.lanes, abort=self.abort, status=self.status, timeout_s=timeout_s)
         if before is not None and table.numel():
             assert self.launches["_wait_kernel"] and sum(self.launches.values()) == before + 1
         state = self.status.tolist()
+        modes[state[Status.PEER] if self.lanes.dim() == 2 and state[Status.PEER] >= 0 else 0] *= state == [-7] * 8
+        assert self.lanes.view(-1, 8)[:, Lane.MODE].tolist() == modes, "only the lane that failed is set offline"
         assert state[4:] == [-7] * 4
         if state == [-7] * 8:
             return None
@@ -230,4 +233,151 @@ def test_kernel_waits_for_a_late_word(launches):
                     slot[120:].view(torch.int64).fill_(waiter.word)
         torch.cuda.synchronize()
         assert int(waiter.status[Status.CODE]) == (StatusCode.ABORTED if what == "abort" else -7)
+    launches.expect("_wait_kernel")
+
+
+def per_lane(waiter, peers: int, **kwargs) -> None:
+    """A cell and an abort flag for each lane: the others go on."""
+    waiter.setup(peers, **kwargs)
+    waiter.put(waiter.word)
+    waiter.abort = torch.zeros(peers, dtype=torch.int32, device=waiter.device)
+    waiter.status = torch.full((peers, 8), -7, dtype=torch.int64, device=waiter.device)
+
+
+def run_per_lane(waiter, timeout_s: float) -> dict[int, tuple[int, ...]]:
+    """{lane: its cell} of the lanes whose cells were written; each of them, and no other, is offline."""
+    function = wait if waiter.kind == "kernel" else wait_ref
+    before = waiter.lanes.clone()
+    function(waiter.table(), waiter.lanes, abort=waiter.abort, status=waiter.status, timeout_s=timeout_s)
+    cells = {i: tuple(c[:4]) for i, c in enumerate(waiter.status.tolist()) if c[:4] != [-7] * 4}
+    assert all(c[4:] == [-7] * 4 for c in waiter.status.tolist())
+    for i in range(len(before)):
+        before[i, Lane.MODE] = MODE_OFFLINE if i in cells else before[i, Lane.MODE]
+    assert torch.equal(before, waiter.lanes)
+    return cells
+
+
+def test_per_lane_passes(waiter):
+    per_lane(waiter, 35)
+    assert run_per_lane(waiter, LONG_S) == {}
+
+
+@pytest.mark.parametrize("late", [(0,), (4,), (1, 3), (0, 1, 2, 3, 4)])
+def test_per_lane_time_limit(waiter, late):
+    per_lane(waiter, 5)
+    waiter.put(0, *late)
+    assert run_per_lane(waiter, 0.02) == {i: (StatusCode.TIMEOUT, i, waiter.word, 0) for i in late}
+
+
+def test_per_lane_wrong_words_do_not_end_the_wait_of_others(waiter):
+    per_lane(waiter, 6)
+    foreign, newer = signal_word(3, 1, 1), signal_word(40000, 101, 0)
+    waiter.put(foreign, 1)
+    waiter.put(newer, 4)
+    waiter.put(0, 2)
+    assert run_per_lane(waiter, 0.02) == {
+        1: (StatusCode.PROTOCOL, 1, waiter.word, foreign),
+        4: (StatusCode.PROTOCOL, 4, waiter.word, newer),
+        2: (StatusCode.TIMEOUT, 2, waiter.word, 0),
+    }
+
+
+def test_per_lane_abort_ends_one_lane_only(waiter):
+    per_lane(waiter, 3)
+    waiter.put(0, 0, 2)
+    waiter.abort[2] = waiter.abort[1] = 1  # lane 1's word is there: its flag spoils nothing
+    cells = run_per_lane(waiter, 0.3)
+    assert cells[2][0] == StatusCode.ABORTED and cells[0][0] == StatusCode.TIMEOUT and set(cells) == {0, 2}
+
+
+def test_a_failed_wait_sets_its_lane_offline(waiter):
+    waiter.setup(3)
+    waiter.put(waiter.word, 0)
+    assert waiter.run(0.02) == StatusCode.TIMEOUT
+    assert waiter.lanes[:, Lane.MODE].tolist() == [MODE_ONLINE, MODE_OFFLINE, MODE_ONLINE]
+    waiter.setup(3, one_lane=True)
+    assert waiter.run(0.02) == StatusCode.TIMEOUT
+    assert int(waiter.lanes[Lane.MODE]) == MODE_OFFLINE
+
+
+def per_lane(waiter: Waiter, peers: int) -> None:
+    """One status cell and one abort flag for each lane."""
+    waiter.setup(peers)
+    waiter.abort = torch.zeros(peers, dtype=torch.int32, device=waiter.device)
+    waiter.status = torch.full((peers, 8), -7, dtype=torch.int64, device=waiter.device)
+
+
+def run_per_lane(waiter: Waiter, timeout_s: float) -> list[int]:
+    """The codes; checks that exactly the lanes that failed were reported and set offline."""
+    modes = waiter.lanes[:, Lane.MODE].tolist()
+    function = wait if waiter.kind == "kernel" else wait_ref
+    function(waiter.table(), waiter.lanes, abort=waiter.abort, status=waiter.status, timeout_s=timeout_s)
+    codes = waiter.status[:, Status.CODE].tolist()
+    for peer, (code, cell) in enumerate(zip(codes, waiter.status.tolist(), strict=True)):
+        observed = int(waiter.slots[peer][120:].view(torch.int64))
+        want = [-7] * 4 if code == -7 else [code, peer, waiter.word, observed]
+        assert cell == want + [-7] * 4
+    failed = [code != -7 for code in codes]
+    assert waiter.lanes[:, Lane.MODE].tolist() == [m * (not f) for m, f in zip(modes, failed, strict=True)]
+    return codes
+
+
+@pytest.mark.parametrize("peers", [5, 37])
+def test_a_failure_of_one_lane_is_its_own(waiter, peers):
+    """Each cell tells of its lane; the other lanes pass, whichever came first."""
+    per_lane(waiter, peers)
+    waiter.put(waiter.word)
+    waiter.put(signal_word(9, 1, 1), 0)  # foreign
+    waiter.put(0, 2)  # late
+    waiter.put(signal_word(40000, 101, 0), peers - 1)  # newer
+    assert run_per_lane(waiter, 0.05) == [
+        {0: StatusCode.PROTOCOL, 2: StatusCode.TIMEOUT, peers - 1: StatusCode.PROTOCOL}.get(p, -7) for p in range(peers)
+    ]
+    # the next wait of the same lanes: those that failed are offline now, the rest is there
+    waiter.status.fill_(-7)
+    assert run_per_lane(waiter, LONG_S) == [-7] * peers
+
+
+def test_each_lane_has_its_own_abort_flag(waiter):
+    per_lane(waiter, 4)
+    waiter.put(waiter.word, 0, 3)
+    waiter.abort[1] = 1
+    waiter.abort[3] = 1  # its word is there
+    want = [-7, StatusCode.ABORTED, StatusCode.TIMEOUT, -7]
+    assert run_per_lane(waiter, 0.05) == want
+    assert waiter.launches["_wait_kernel"] == (waiter.kind == "kernel")
+
+
+def test_offline_lanes_have_no_status(waiter):
+    per_lane(waiter, 3)
+    waiter.lanes[:, Lane.MODE] = MODE_OFFLINE
+    waiter.abort.fill_(1)
+    assert run_per_lane(waiter, LONG_S) == [-7] * 3
+
+
+def test_per_lane_shapes(launches):
+    waiter = Waiter("kernel", launches)
+    per_lane(waiter, 3)
+    table, given = waiter.table(), {"abort": waiter.abort, "status": waiter.status, "timeout_s": 1.0}
+    for lanes, change, match in [
+        (waiter.lanes[0].clone(), {}, r"status is int64\[D, 8\] for one lane"),
+        (waiter.lanes, {"abort": waiter.abort[:1]}, "abort has shape"),
+        (waiter.lanes, {"status": waiter.status[:2]}, "status has shape"),
+        (waiter.lanes, {"status": waiter.status.repeat(1, 2)[:, ::2]}, "status is not contiguous"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            wait(table, lanes, **(given | change))
+    launches.expect_none()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="pinned memory beside a GPU")
+def test_status_and_abort_in_pinned_host_memory(launches):
+    waiter = Waiter("kernel", launches)
+    per_lane(waiter, 3)
+    waiter.abort, waiter.status = waiter.abort.cpu().pin_memory(), waiter.status.cpu().pin_memory()
+    waiter.put(waiter.word, 0)
+    waiter.abort[2] = 1
+    wait(waiter.table(), waiter.lanes, abort=waiter.abort, status=waiter.status, timeout_s=0.2)
+    torch.cuda.synchronize()
+    assert waiter.status[:, Status.CODE].tolist() == [-7, StatusCode.TIMEOUT, StatusCode.ABORTED]
     launches.expect("_wait_kernel")
