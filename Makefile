@@ -44,11 +44,21 @@ install: $(INSTALLED)
 demo: install
 	$(PY) -m afd_runtime.demo
 
+# The kernels run in Triton's interpreter, which is chosen for a whole process: a run of their own.
+PYTEST = -m pytest -n $(WORKERS) --dist worksteal -ra $(PYTEST_ARGS)
+define run-tests
+@rc=0; \
+set -x; \
+$(1) $(PYTEST) tests --ignore=tests/gpu --ignore=tests/kernels || rc=1; \
+TRITON_INTERPRET=1 $(1) $(PYTEST) tests/kernels || rc=1; \
+exit $$rc
+endef
+
 test: install
-	$(PY) -m pytest tests --ignore=tests/gpu -n $(WORKERS) --dist worksteal -ra $(PYTEST_ARGS)
+	$(call run-tests,$(PY))
 
 test-gpu: install
-	AFD_FORBID_REFERENCE=1 $(PY) -m pytest tests/gpu -ra $(PYTEST_ARGS)
+	AFD_FORBID_REFERENCE=1 $(PY) -m pytest tests/gpu tests/kernels -ra $(PYTEST_ARGS)
 
 lint: install
 	$(PY) -m ruff check .
@@ -76,7 +86,7 @@ matrix-%: pyproject.toml
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet $(TORCH) $(TRITON)
 	.venv-$*/bin/python -m pip install --quiet --editable '.[transformers,dev]'
-	.venv-$*/bin/python -m pytest tests --ignore=tests/gpu -n $(WORKERS) --dist worksteal -ra $(PYTEST_ARGS)
+	$(call run-tests,.venv-$*/bin/python)
 
 clean:
 	rm -rf build dist demo .venv .venv-* *.egg-info .pytest_cache .mypy_cache .ruff_cache
