@@ -206,3 +206,31 @@ def test_typed_errors():
         merge(world, block_m=24)
     with pytest.raises(ValueError, match="slots is torch.int32"):
         arrival(world.requests_to(0).int(), world.ffn_lanes[0], world.layout)
+
+
+def status_cells(lanes: int) -> torch.Tensor:
+    return torch.full((lanes, 8), -7, dtype=torch.int64, device=DEVICE)
+
+
+def test_message_of_another_layer_is_refused(launches):
+    """The lane goes offline and its cell says which layer came; the others are merged."""
+    world = sent([4, 6, 5], 8, 2)
+    layer = int(world.message(0, 0).header[Header.LAYER])
+    world.message(0, 1).header[Header.LAYER] = layer + 3
+    status = status_cells(3)
+    schedule = merge(world, layer=layer, status=status)
+    assert schedule.error.tolist() == [0, 1, 0]
+    check(schedule, world, [True, False, True])
+    assert status.tolist() == [[-7] * 8, [StatusCode.MALFORMED, 1, layer, layer + 3, *[-7] * 4], [-7] * 8]
+    assert world.ffn_lanes[0][:, Lane.MODE].tolist() == [MODE_ONLINE, MODE_OFFLINE, MODE_ONLINE]
+    launches.expect("_merge_kernel")
+
+
+def test_more_rows_than_announced_are_refused(launches):
+    world = sent([4, 6], 8, 2)
+    world.ffn_lanes[0][1, Lane.ROWS] = int(world.message(0, 1).header[Header.ROWS]) - 1
+    status = status_cells(2)
+    schedule = merge(world, status=status)
+    assert schedule.error.tolist() == [0, 1] and status[:, 0].tolist() == [-7, StatusCode.MALFORMED]
+    check(schedule, world, [True, False])
+    launches.expect("_merge_kernel")
