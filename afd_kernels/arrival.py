@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from afd_kernels._op import Carver, check, check_tensor, is_tracing, reference, register, runs_kernel, workspace_for
-from afd_kernels.message import MAGIC, MODE_ONLINE, VERSION, Header, Lane, MessageLayout, tensor_at
-from afd_kernels.signal import _LANE_FIELDS, _MODE, check_lanes
+from afd_kernels.message import MAGIC, MODE_OFFLINE, MODE_ONLINE, VERSION, Header, Lane, MessageLayout, tensor_at
+from afd_kernels.signal import _LANE_FIELDS, _MODE, _ROWS, Status, StatusCode, check_lanes
 
 TILE_SHIFT = 10
 _MAGIC = tl.constexpr(MAGIC)
@@ -114,13 +114,13 @@ def _carve(carver: Carver, num_lanes: int, layout: MessageLayout, block_m: int) 
     ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["cap_rows", "cap_pairs"])
+@triton.jit(do_not_specialize=["cap_rows", "cap_pairs", "layer"])
 def _merge_kernel(
     slots_ptr, lanes_ptr, x_ptr,
     row_address_ptr, pair_address_ptr, weight_address_ptr, lane_base_ptr, lane_prefix_ptr, lane_start_ptr,
-    expert_base_ptr, tiles_ptr, num_tiles_ptr, error_ptr,
-    A, E, cap_rows, cap_pairs, offsets_at, pairs_at, weights_at, rows_at,
-    BLOCK_M: tl.constexpr, E_PAD: tl.constexpr, A_PAD: tl.constexpr, LOCAL: tl.constexpr,
+    expert_base_ptr, tiles_ptr, num_tiles_ptr, error_ptr, status_ptr,
+    A, E, cap_rows, cap_pairs, layer, offsets_at, pairs_at, weights_at, rows_at,
+    BLOCK_M: tl.constexpr, E_PAD: tl.constexpr, A_PAD: tl.constexpr, LOCAL: tl.constexpr, HAS_STATUS: tl.constexpr,
 ):  # fmt: skip
     # one program per expert; each computes the whole prefix (a few KB) and writes its own rows of it
     expert = tl.program_id(0)
@@ -129,16 +129,20 @@ def _merge_kernel(
     if LOCAL:
         slot = slots_ptr.to(tl.int64) + tl.zeros((A_PAD,), tl.int64)
         active = mask_a
+        bound = tl.zeros((A_PAD,), tl.int64) + cap_rows
     else:
         slot = tl.load(slots_ptr + offs_a, mask=mask_a, other=0)
-        active = mask_a & (slot != 0) & (tl.load(lanes_ptr + offs_a * _LANE_FIELDS + _MODE, mask=mask_a, other=0) == 1)
+        lane = lanes_ptr + offs_a * _LANE_FIELDS
+        active = mask_a & (slot != 0) & (tl.load(lane + _MODE, mask=mask_a, other=0) == 1)
+        bound = tl.minimum(tl.load(lane + _ROWS, mask=mask_a, other=0), cap_rows)
     header = slot.to(tl.pointer_type(tl.int32))
     rows = tl.load(header + 6, mask=active, other=0)
     pairs = tl.load(header + 7, mask=active, other=0)
     magic = tl.load(header, mask=active, other=0)
     version = tl.load(header + 1, mask=active, other=0)
-    sound = (magic == _MAGIC) & (version == _VERSION) & (rows >= 0) & (rows <= cap_rows)
-    sound = sound & (pairs >= 0) & (pairs <= cap_pairs)
+    of_layer = tl.load(header + 4, mask=active, other=0)
+    sound = (magic == _MAGIC) & (version == _VERSION) & (rows >= 0) & (rows <= bound)
+    sound = sound & (pairs >= 0) & (pairs <= cap_pairs) & (of_layer == tl.where(layer < 0, of_layer, layer))
     error = active & (sound == 0)
     active = active & sound
     rows = tl.where(active, rows, 0)
@@ -169,6 +173,14 @@ def _merge_kernel(
         tl.store(lane_base_ptr, 0)
         tl.store(lane_base_ptr + 1 + offs_a, tl.cumsum(rows, axis=0), mask=mask_a)
         tl.store(error_ptr + offs_a, error.to(tl.int32), mask=mask_a)
+        if not LOCAL:  # programs that read this late leave the lane out as well
+            tl.store(lane + _MODE, 0, mask=error)
+        if HAS_STATUS:
+            cell = status_ptr + offs_a * _LANE_FIELDS
+            tl.store(cell + 1, offs_a.to(tl.int64), mask=error)
+            tl.store(cell + 2, layer.to(tl.int64) + offs_a * 0, mask=error)
+            tl.store(cell + 3, of_layer.to(tl.int64), mask=error)
+            tl.store(cell, tl.full((A_PAD,), 4, tl.int64), mask=error)
         if LOCAL:
             row_address = x_ptr.to(tl.int64) + tl.zeros((A_PAD,), tl.int64)
         else:
@@ -185,13 +197,17 @@ def arrival(
     *,
     block_m: int | None = None,
     schedule: ExpertSchedule | None = None,
+    layer: int = -1,
+    status: torch.Tensor | None = None,
 ) -> ExpertSchedule:
     """Merges the messages in the online lanes' request slots into one schedule. The words have been waited for.
 
     slots: int64[A], addresses of request slots in this device's memory (0: no such lane). lanes: int64[A, 8]; an
-    offline
-    lane contributes nothing. block_m: rows of a GEMM tile (default 16, or that of ``schedule``). schedule: written.
-    A header with another magic, another version, or more rows or pairs than the slot holds sets ``schedule.error``.
+    offline lane contributes nothing. block_m: rows of a GEMM tile (default 16, or that of ``schedule``). schedule:
+    written. layer: that the messages must be of (-1: any).
+    A header of another magic, version or layer, with more rows than the lane announced (``lanes[a, ROWS]``) or the
+    slot holds, or with more pairs than it holds, is refused: ``schedule.error`` is 1, the lane goes offline, and
+    ``status`` (int64[A, 8], may lie in pinned host memory) says ``StatusCode.MALFORMED`` and both layers.
     """
     check_tensor("slots", slots, shape=(None,), dtypes=(torch.int64,), like=slots)
     check_tensor("lanes", lanes, shape=(slots.numel(), 8), dtypes=(torch.int64,), like=slots)
@@ -204,22 +220,24 @@ def arrival(
         f"allowed: {slots.numel()} lanes, block_m {block_m}",
     )
     args: tuple[Any, ...] = (slots, lanes, *schedule.tensors(), layout.num_experts, layout.cap_rows,
-                             layout.top_k, layout.hidden_size, layout.dtype, schedule.block_m)  # fmt: skip
+                             layout.top_k, layout.hidden_size, layout.dtype, schedule.block_m, layer,
+                             status)  # fmt: skip
     (_arrival_op if is_tracing() else _arrival)(*args)
     return schedule
 
 
 def launch_merge(
     slots: torch.Tensor, lanes: torch.Tensor, x: torch.Tensor, tensors: list[torch.Tensor], layout: MessageLayout,
-    block_m: int, *, local: bool,
+    block_m: int, *, local: bool, layer: int = -1, status: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """The merge kernel. local: ``slots`` is the memory of the one slot itself, and its rows are those of ``x``."""
     num_lanes = tensors[0].numel()
     _merge_kernel[(layout.num_experts,)](
-        slots, lanes, x, *tensors, num_lanes, layout.num_experts, layout.cap_rows, layout.cap_rows * layout.top_k,
+        slots, lanes, x, *tensors, status, num_lanes, layout.num_experts, layout.cap_rows,
+        layout.cap_rows * layout.top_k, layer,
         layout.offset("expert_offsets"), layout.offset("pairs"), layout.offset("weights"), layout.offset("rows"),
         BLOCK_M=block_m, E_PAD=triton.next_power_of_2(layout.num_experts), A_PAD=triton.next_power_of_2(num_lanes),
-        LOCAL=local, num_warps=4, enable_fp_fusion=True,
+        LOCAL=local, HAS_STATUS=status is not None, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -227,19 +245,20 @@ def _arrival(
     slots: torch.Tensor, lanes: torch.Tensor, row_address: torch.Tensor, pair_address: torch.Tensor,
     weight_address: torch.Tensor, lane_base: torch.Tensor, lane_prefix: torch.Tensor, lane_start: torch.Tensor,
     expert_base: torch.Tensor, tiles: torch.Tensor, num_tiles: torch.Tensor, error: torch.Tensor, num_experts: int,
-    cap_rows: int, top_k: int, hidden_size: int, dtype: torch.dtype, block_m: int,
+    cap_rows: int, top_k: int, hidden_size: int, dtype: torch.dtype, block_m: int, layer: int,
+    status: torch.Tensor | None,
 ) -> None:  # fmt: skip
     layout = MessageLayout(num_experts, cap_rows, top_k, hidden_size, dtype)
     tensors = [row_address, pair_address, weight_address, lane_base, lane_prefix, lane_start, expert_base, tiles,
                num_tiles, error]  # fmt: skip
     if runs_kernel(slots):
-        launch_merge(slots, lanes, slots, tensors, layout, block_m, local=False)
+        launch_merge(slots, lanes, slots, tensors, layout, block_m, local=False, layer=layer, status=status)
     else:
-        fill_schedule_ref(slots, lanes, layout, tensors, block_m)
+        fill_schedule_ref(slots, lanes, layout, tensors, block_m, layer=layer, status=status)
 
 
 @reference
-def fill_schedule_ref(slots, lanes, layout, tensors, block_m, x=None):
+def fill_schedule_ref(slots, lanes, layout, tensors, block_m, x=None, layer=-1, status=None):
     """Plain-torch merge: fills the schedule's tensors in place. x: where given, the rows lie there (one local slot)."""
     row_address, pair_address, weight_address, lane_base, lane_prefix, lane_start, expert_base = tensors[:7]
     tiles, num_tiles, error = tensors[7:]
@@ -253,9 +272,13 @@ def fill_schedule_ref(slots, lanes, layout, tensors, block_m, x=None):
         message = layout.views(tensor_at(address, layout.nbytes, slots.device))
         header = message.header.tolist()
         sound = header[Header.MAGIC] == MAGIC and header[Header.VERSION] == VERSION
-        sound = sound and 0 <= header[Header.ROWS] <= layout.cap_rows
+        sound = sound and 0 <= header[Header.ROWS] <= min(state[Lane.ROWS], layout.cap_rows)
+        sound = sound and layer in (-1, header[Header.LAYER])
         if not (sound and 0 <= header[Header.PAIRS] <= layout.cap_rows * layout.top_k):
-            error[lane] = 1
+            error[lane], lanes[lane, Lane.MODE] = 1, MODE_OFFLINE
+            if status is not None:
+                status[lane, 1:4] = torch.tensor([lane, layer, header[Header.LAYER]])
+                status[lane, Status.CODE] = int(StatusCode.MALFORMED)
             continue
         offsets = message.expert_offsets.cpu().long()
         starts[:, lane], counts[:, lane] = offsets[:-1], (offsets[1:] - offsets[:-1]).clamp(min=0)
@@ -278,5 +301,5 @@ def fill_schedule_ref(slots, lanes, layout, tensors, block_m, x=None):
 
 _arrival_op = register("arrival", _arrival, mutates=(
     "row_address", "pair_address", "weight_address", "lane_base", "lane_prefix", "lane_start", "expert_base", "tiles",
-    "num_tiles", "error",
+    "num_tiles", "error", "lanes", "status",
 ))  # fmt: skip

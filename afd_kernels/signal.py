@@ -42,12 +42,13 @@ class Status(enum.IntEnum):
 
 
 class StatusCode(enum.IntEnum):
-    """Why a wait ended without its words."""
+    """Why a lane failed. TIMEOUT, ABORTED, PROTOCOL (a foreign or newer word): its wait. MALFORMED: its message."""
 
     OK = 0
     TIMEOUT = 1
     ABORTED = 2
     PROTOCOL = 3
+    MALFORMED = 4
 
 
 @triton.jit

@@ -10,7 +10,9 @@ from afd_kernels import (
     MODE_OFFLINE,
     MODE_ONLINE,
     Header,
+    Lane,
     MessageLayout,
+    StatusCode,
     arrival,
     new_schedule,
     schedule_bytes,
@@ -90,7 +92,9 @@ def check_reference(schedule, world: World) -> None:
     copies = [slot.cpu().clone() for slot in world.requests[0]]
     slots = torch.tensor([c.data_ptr() for c in copies])
     twin = new_schedule(schedule.num_lanes, world.layout, block_m=schedule.block_m, device=torch.device("cpu"))
-    fill_schedule_ref(slots, world.ffn_lanes[0].cpu(), world.layout, twin.tensors(), schedule.block_m)
+    lanes, layer = world.merged_with  # a lane that is refused goes offline
+    fill_schedule_ref(slots, lanes, world.layout, twin.tensors(), schedule.block_m, layer=layer)
+    assert torch.equal(lanes, world.ffn_lanes[0].cpu())
     tiles = int(twin.num_tiles)
     for name in NAMES[3:]:
         a, b = (to_cpu(getattr(s, name)) for s in (schedule, twin))
@@ -105,6 +109,7 @@ def check_reference(schedule, world: World) -> None:
 
 
 def merge(world: World, **kwargs):
+    world.merged_with = world.ffn_lanes[0].cpu().clone(), kwargs.get("layer", -1)
     return arrival(world.requests_to(0), world.ffn_lanes[0], world.layout, **kwargs)
 
 

@@ -437,7 +437,7 @@ SIGNATURES = {
     "MessageLayout": "num_experts, cap_rows, top_k, hidden_size, dtype, with_token_ids=False",
     "ReplyLayout": "cap_rows, hidden_size, dtype",
     "SwiGLU": "alpha=1.0, beta=0.0, limit=None, gate_first=True, interleaved=False",
-    "arrival": "slots, lanes, layout, *, block_m=None, schedule=None",
+    "arrival": "slots, lanes, layout, *, block_m=None, schedule=None, layer=-1, status=None",
     "begin_step": "lane, *, session, step, rows, mode=1",
     "combine": "reply_slots, row_map, layout, lane, *, out=None, dtype=None",
     "dispatch": "x, topk_ids, topk_weights, *, expert_bucket, slots, layout, lane, layer=0, row_map=None, "
