@@ -226,7 +226,8 @@ def test_message_of_another_layer_is_refused(launches):
     schedule = merge(world, layer=layer, status=status)
     assert schedule.error.tolist() == [0, 1, 0]
     check(schedule, world, [True, False, True])
-    assert status.tolist() == [[-7] * 8, [StatusCode.MALFORMED, 1, layer, layer + 3, *[-7] * 4], [-7] * 8]
+    rows = int(world.message(0, 1).header[Header.ROWS])
+    assert status.tolist() == [[-7] * 8, [StatusCode.MALFORMED, 1, layer, layer + 3, rows, 6, -7, -7], [-7] * 8]
     assert world.ffn_lanes[0][:, Lane.MODE].tolist() == [MODE_ONLINE, MODE_OFFLINE, MODE_ONLINE]
     launches.expect("_merge_kernel")
 
@@ -237,5 +238,7 @@ def test_more_rows_than_announced_are_refused(launches):
     status = status_cells(2)
     schedule = merge(world, status=status)
     assert schedule.error.tolist() == [0, 1] and status[:, 0].tolist() == [-7, StatusCode.MALFORMED]
+    rows = int(world.message(0, 1).header[Header.ROWS])
+    assert status[1, 4:].tolist() == [rows, rows - 1, -7, -7]
     check(schedule, world, [True, False])
     launches.expect("_merge_kernel")

@@ -473,7 +473,7 @@ ENUMS = {
     "Header": ["MAGIC", "VERSION", "SESSION", "STEP", "LAYER", "EXCHANGE", "ROWS", "PAIRS", "FLAGS"],
     "Lane": ["WORD", "EXCHANGE", "MODE", "ROWS"],
     "Status": ["CODE", "PEER", "EXPECTED", "OBSERVED"],
-    "StatusCode": ["OK", "TIMEOUT", "ABORTED", "PROTOCOL"],
+    "StatusCode": ["OK", "TIMEOUT", "ABORTED", "PROTOCOL", "MALFORMED"],
 }
 
 
