@@ -136,16 +136,16 @@ def _merge_kernel(
         active = mask_a & (slot != 0) & (tl.load(lane + _MODE, mask=mask_a, other=0) == 1)
         bound = tl.minimum(tl.load(lane + _ROWS, mask=mask_a, other=0), cap_rows)
     header = slot.to(tl.pointer_type(tl.int32))
-    rows = tl.load(header + 6, mask=active, other=0)
+    sent = tl.load(header + 6, mask=active, other=0)
     pairs = tl.load(header + 7, mask=active, other=0)
     magic = tl.load(header, mask=active, other=0)
     version = tl.load(header + 1, mask=active, other=0)
     of_layer = tl.load(header + 4, mask=active, other=0)
-    sound = (magic == _MAGIC) & (version == _VERSION) & (rows >= 0) & (rows <= bound)
+    sound = (magic == _MAGIC) & (version == _VERSION) & (sent >= 0) & (sent <= bound)
     sound = sound & (pairs >= 0) & (pairs <= cap_pairs) & (of_layer == tl.where(layer < 0, of_layer, layer))
     error = active & (sound == 0)
     active = active & sound
-    rows = tl.where(active, rows, 0)
+    rows = tl.where(active, sent, 0)
     offsets = (slot + offsets_at).to(tl.pointer_type(tl.int32))
     mask = (offs_e[:, None] < E) & active[None, :]
     start = tl.load(offsets[None, :] + offs_e[:, None], mask=mask, other=0)  # [E_PAD, A_PAD]
@@ -180,6 +180,8 @@ def _merge_kernel(
             tl.store(cell + 1, offs_a.to(tl.int64), mask=error)
             tl.store(cell + 2, layer.to(tl.int64) + offs_a * 0, mask=error)
             tl.store(cell + 3, of_layer.to(tl.int64), mask=error)
+            tl.store(cell + 4, sent.to(tl.int64), mask=error)
+            tl.store(cell + 5, bound, mask=error)
             tl.store(cell, tl.full((A_PAD,), 4, tl.int64), mask=error)
         if LOCAL:
             row_address = x_ptr.to(tl.int64) + tl.zeros((A_PAD,), tl.int64)
@@ -207,7 +209,7 @@ def arrival(
     written. layer: that the messages must be of (-1: any).
     A header of another magic, version or layer, with more rows than the lane announced (``lanes[a, ROWS]``) or the
     slot holds, or with more pairs than it holds, is refused: ``schedule.error`` is 1, the lane goes offline, and
-    ``status`` (int64[A, 8], may lie in pinned host memory) says ``StatusCode.MALFORMED`` and both layers.
+    ``status`` (int64[A, 8], may lie in pinned host memory) says ``StatusCode.MALFORMED``, both layers and the rows.
     """
     check_tensor("slots", slots, shape=(None,), dtypes=(torch.int64,), like=slots)
     check_tensor("lanes", lanes, shape=(slots.numel(), 8), dtypes=(torch.int64,), like=slots)
@@ -277,7 +279,8 @@ def fill_schedule_ref(slots, lanes, layout, tensors, block_m, x=None, layer=-1, 
         if not (sound and 0 <= header[Header.PAIRS] <= layout.cap_rows * layout.top_k):
             error[lane], lanes[lane, Lane.MODE] = 1, MODE_OFFLINE
             if status is not None:
-                status[lane, 1:4] = torch.tensor([lane, layer, header[Header.LAYER]])
+                bound = min(state[Lane.ROWS], layout.cap_rows)
+                status[lane, 1:6] = torch.tensor([lane, layer, header[Header.LAYER], header[Header.ROWS], bound])
                 status[lane, Status.CODE] = int(StatusCode.MALFORMED)
             continue
         offsets = message.expert_offsets.cpu().long()

@@ -33,12 +33,17 @@ INTERPRETER_POLLS = 64
 
 
 class Status(enum.IntEnum):
-    """Index of each int64 in a status cell ``int64[8]``."""
+    """Index of each int64 in a status cell ``int64[8]``.
+
+    EXPECTED and OBSERVED are signal words, and layers where CODE is MALFORMED; ROWS and ANNOUNCED belong to that code.
+    """
 
     CODE = 0
     PEER = 1
     EXPECTED = 2
     OBSERVED = 3
+    ROWS = 4
+    ANNOUNCED = 5
 
 
 class StatusCode(enum.IntEnum):

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 import afd_kernels
-from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, Header, Lane, tensor_at
+from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, Lane, split_word
 from afd_kernels.signal import Status, StatusCode, begin_step
 from afd_runtime.config import AFDConfig
 from afd_runtime.connectors.base import AFDControlPlane
-from afd_runtime.control_plane.cells import AbortCell
+from afd_runtime.control_plane.cells import AbortCell, status_cells
 from afd_runtime.control_plane.ffn import FFNControlPlane
 from afd_runtime.control_plane.fingerprint import fingerprint
 from afd_runtime.control_plane.lanes import Member
@@ -42,16 +42,16 @@ logger = logging.getLogger("afd_runtime.ffn")
 class StageTables:
     """What the kernels of one stage read: slot addresses and lane states of the attention ranks served here.
 
-    slots, reply_slots: int64[A], 0 where a rank is not in the step. lanes: int64[A, 8]. status:
-    int64[8].
+    slots, reply_slots: int64[A], 0 where a rank is not in the step. lanes: int64[A, 8]. abort: int32[A], status:
+    int64[A, 8], both in host memory.
     """
 
     def __init__(self, num_lanes: int, device: torch.device) -> None:
         self.slots = torch.zeros(num_lanes, dtype=torch.int64, device=device)
         self.reply_slots = torch.zeros(num_lanes, dtype=torch.int64, device=device)
         self.lanes = torch.zeros(num_lanes, LANE_FIELDS, dtype=torch.int64, device=device)
-        self.abort = AbortCell(device)
-        self.status = torch.zeros(8, dtype=torch.int64, device=device)
+        self.abort = AbortCell(device, num_lanes)
+        self.status = status_cells(device, num_lanes)
 
     def clear(self) -> None:
         """No lane is in the step."""
@@ -181,11 +181,8 @@ class FFNSide(AFDControlPlane):
         start = time.perf_counter()
         self._await_requests(ubatch_idx, layer_idx)
         tables = self.tables[ubatch_idx]
-        schedule = self._arrival(ubatch_idx)
-        while bad := [index for index in step.members if int(schedule.error[index])]:
-            for index in bad:
-                self._drop(ubatch_idx, index, "its message is malformed", layer_idx)
-            schedule = self._arrival(ubatch_idx)
+        schedule = self._arrival(ubatch_idx, layer_idx)
+        self.settle(ubatch_idx, layer_idx)
         step.received_at = time.perf_counter()
         base = schedule.lane_base.tolist()
         lengths = [after - before for before, after in zip(base, base[1:], strict=False) if after > before]
@@ -218,11 +215,11 @@ class FFNSide(AFDControlPlane):
             raise AFDError(f"stage {stage} is in no step; receive a payload from the control plane first")
         return step
 
-    def _arrival(self, stage: int) -> ExpertSchedule:
+    def _arrival(self, stage: int, layer: int) -> ExpertSchedule:
         tables = self.tables[stage]
         schedule = self._schedules[stage]
         self._schedules[stage] = schedule = afd_kernels.arrival(
-            tables.slots, tables.lanes, self.layout.request, schedule=schedule
+            tables.slots, tables.lanes, self.layout.request, schedule=schedule, layer=layer, status=tables.status
         )
         return schedule
 
@@ -239,53 +236,57 @@ class FFNSide(AFDControlPlane):
         )
 
     def _await_requests(self, stage: int, layer: int) -> None:
-        tables, step = self.tables[stage], self._step(stage)
-        deadline = time.monotonic() + self.config.peer_timeout_s
-        while step.members:
-            left = max(1e-3, deadline - time.monotonic())
-            afd_kernels.wait(
-                tables.slots, tables.lanes, abort=tables.abort.tensor, status=tables.status, timeout_s=left
-            )
-            code, peer, _, observed = tables.status[:4].tolist()
-            if code == StatusCode.OK:
-                wrong = self._check_headers(stage, layer)
-                if not wrong:
-                    return
-                peer, reason = wrong
-                self._drop(stage, peer, reason, layer)
-                continue
-            tables.status[Status.CODE] = int(StatusCode.OK)
-            for rank, reason in self.control.take_losses(stage):
-                self._forget(stage, self.served.index(rank), reason, layer)
-            if code == StatusCode.TIMEOUT and peer in step.members:
-                limit = f"peer_timeout_s={self.config.peer_timeout_s:g}"
-                self._drop(stage, peer, f"no request for layer {layer} arrived within {limit}", layer)
-            elif code == StatusCode.PROTOCOL and peer in step.members:
-                self._drop(stage, peer, f"its signal word {observed:#x} belongs to another step", layer)
-
-    def _check_headers(self, stage: int, layer: int) -> tuple[int, str] | None:
-        """The first lane whose message is for another layer or exceeds its announcement: (index, why). CPU only."""
-        if self.device.type != "cpu":
-            return None
         tables = self.tables[stage]
-        for index, (_, participant) in self._step(stage).members.items():
-            slot = tensor_at(int(tables.slots[index]), self.layout.request.nbytes, self.device)
-            header = self.layout.request.views(slot).header.tolist()
-            if header[Header.LAYER] != layer:
-                return index, f"it sent layer {header[Header.LAYER]} where layer {layer} comes next"
-            if not 0 <= header[Header.ROWS] <= participant.rows:
-                return index, f"it sent {header[Header.ROWS]} rows after announcing {participant.rows}"
-        return None
+        afd_kernels.wait(
+            tables.slots, tables.lanes, abort=tables.abort.tensor, status=tables.status,
+            timeout_s=self.config.peer_timeout_s,
+        )  # fmt: skip
+        self.settle(stage, layer)
+
+    def settle(self, stage: int, layer: int | None = None) -> None:
+        """Takes the lanes whose status cells report a failure out of the step. The device has set them offline.
+
+        layer: that was being served; None where all layers of a graph are through: the cell's word tells then.
+        """
+        status, step = self.tables[stage].status, self._step(stage)
+        failed = [index for index in step.members if int(status[index, Status.CODE]) != StatusCode.OK]
+        if not failed:
+            return
+        for rank, reason in self.control.take_losses(stage):
+            self._forget(stage, self.served.index(rank), reason, layer)
+        for index in failed:
+            code, _, expected, observed, rows, announced = status[index, :6].tolist()
+            status[index] = 0
+            if index in step.members:
+                at = self._layer_of(code, expected) if layer is None else layer
+                self._drop(stage, index, self._why(code, at, observed, rows, announced), at)
+
+    def _layer_of(self, code: int, expected: int) -> int:
+        return expected if code == StatusCode.MALFORMED else self.spec.expert_layers[split_word(expected)[2]]
+
+    def _why(self, code: int, layer: int, observed: int, rows: int, announced: int) -> str:
+        if code == StatusCode.TIMEOUT:
+            limit = f"peer_timeout_s={self.config.peer_timeout_s:g}"
+            return f"no request for layer {layer} arrived within {limit}"
+        if code == StatusCode.PROTOCOL:
+            return f"its signal word {observed:#x} belongs to another step"
+        if code == StatusCode.MALFORMED and observed != layer:
+            return f"it sent layer {observed} where layer {layer} comes next"
+        if code == StatusCode.MALFORMED and not 0 <= rows <= announced:
+            return f"it sent {rows} rows after announcing {announced}"
+        if code == StatusCode.MALFORMED:
+            return "its message is malformed"
+        return "its wait was ended"
 
     def _drop(self, stage: int, index: int, reason: str, layer: int) -> None:
         rank = self.served[index]
         self.control.drop(stage, rank, reason, layer)
         self._forget(stage, index, reason, layer)
 
-    def _forget(self, stage: int, index: int, reason: str, layer: int) -> None:
+    def _forget(self, stage: int, index: int, reason: str, layer: int | None) -> None:
         _, participant = self._step(stage).members.pop(index)
         self.tables[stage].set_offline(index)
         logger.warning(
-            "FFN rank %d: attention rank %d left step %d of stage %d at layer %d: %s",
+            "FFN rank %d: attention rank %d left step %d of stage %d at layer %s: %s",
             self.ffn_rank, participant.attention_rank, participant.lane_step, stage, layer, reason,
         )  # fmt: skip

@@ -1,32 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``AbortCell``: one int32 that a waiting kernel or thread reads, and that the watcher thread sets."""
+"""Cells in host memory that kernels read and write beside the host: abort flags and status cells.
+
+On a GPU they are pinned, so the device reaches them by the same address; the watcher thread sets a flag with a plain
+store, while any kernel waits on any stream.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from afd_kernels.message import LANE_FIELDS
+
+
+def host_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros in host memory that ``device`` can reach too."""
+    return torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+
 
 class AbortCell:
-    """tensor: int32[1] on ``device``, 0 or 1. ``set`` and ``clear`` work while a kernel waits on any other stream."""
+    """tensor: int32[size], 0 or 1, one flag for each lane that waits on its own (one for all of an attention rank)."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.tensor = torch.zeros(1, dtype=torch.int32, device=device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.set()  # loads what both launch, which would have to wait for a kernel that is already waiting
-        self.clear()
+    def __init__(self, device: torch.device, size: int = 1) -> None:
+        self.tensor = host_zeros(size, dtype=torch.int32, device=device)
 
-    def set(self) -> None:
-        """Ends the waits that read this cell."""
-        self._write(1)
+    def set(self, index: int = 0) -> None:
+        """Ends the waits that read this flag."""
+        self.tensor[index] = 1
 
-    def clear(self) -> None:
-        """Waits are possible again."""
-        self._write(0)
+    def clear(self, index: int | None = None) -> None:
+        """Waits are possible again: of one lane, or of all."""
+        self.tensor[slice(None) if index is None else index] = 0
 
-    def _write(self, value: int) -> None:
-        if self._stream is None:
-            self.tensor.fill_(value)
-            return
-        with torch.cuda.stream(self._stream):
-            self.tensor.fill_(value)
-        self._stream.synchronize()
+
+def status_cells(device: torch.device, *lanes: int) -> torch.Tensor:
+    """Status cells, int64[8] or int64[lanes, 8]: all zero, which is ``StatusCode.OK``."""
+    return host_zeros(*lanes, LANE_FIELDS, dtype=torch.int64, device=device)

@@ -137,9 +137,9 @@ class FFNControlPlane:
                 self._changed.wait()
 
     def enter_step(self, order: Order, abort: AbortCell) -> list[Member]:
-        """The lanes of ``order`` that are served here and still in it; from now on a loss among them sets ``abort``."""
+        """The lanes of ``order`` that are served here and still in it; from now on a loss among them sets its flag."""
         with self._changed:
-            return self.lanes.enter(order, abort)
+            return self.lanes.enter(order, abort, self.placement.attention_peers(self.ffn_rank))
 
     def take_losses(self, stage: int) -> list[tuple[int, str]]:
         """(attention rank, why) of the lanes that left the active step; the loop touches their slots no more."""

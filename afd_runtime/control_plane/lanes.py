@@ -7,7 +7,7 @@ No lock of its own: the control plane calls every method inside its lock, on the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from afd_runtime.control_plane.cells import AbortCell
@@ -51,11 +51,16 @@ Member = tuple[AttachedRank, Participant]
 
 @dataclass(eq=False)
 class ActiveStep:
-    """A step that the loop is in. abort: its abort cell; members: the lanes still in it, by attention rank."""
+    """A step that the loop is in. abort: a flag for each rank in ``served``; members: the lanes still in it."""
 
     order: Order
     abort: AbortCell
+    served: Sequence[int]
     members: dict[int, Member] = field(default_factory=dict)
+
+    def end_wait(self, attention_rank: int) -> None:
+        """Ends the wait for one lane."""
+        self.abort.set(self.served.index(attention_rank))
 
     def has_left(self, attention_rank: int) -> bool:
         """Whether a member was lost or gave the step up."""
@@ -78,9 +83,12 @@ class LaneTable:
                 return lane
         raise AFDProtocolError(f"{link.name} is not attached")
 
-    def enter(self, order: Order, abort: AbortCell) -> list[Member]:
-        """The lanes of ``order`` that are served here and still in it; from now on a loss among them sets ``abort``."""
-        step = ActiveStep(order, abort)
+    def enter(self, order: Order, abort: AbortCell, served: Sequence[int]) -> list[Member]:
+        """The lanes of ``order`` that are served here and still in it; from now on a loss among them sets its flag.
+
+        served: the attention ranks of this FFN rank; ``abort`` has a flag for each.
+        """
+        step = ActiveStep(order, abort, served)
         for participant in order.participants:
             lane = self.ranks.get(participant.attention_rank)
             if lane and lane.session == participant.session and lane.in_step(order.stage, participant.lane_step):
@@ -93,7 +101,6 @@ class LaneTable:
     def take_losses(self, stage: int) -> list[tuple[int, str]]:
         """(attention rank, why) of the lanes that left the active step; the loop touches their slots no more."""
         step = self._active[stage]
-        step.abort.clear()
         return [(rank, self._remove(step, rank)) for rank in list(step.members) if step.has_left(rank)]
 
     def drop(self, stage: int, attention_rank: int, reason: str, layer: int | None) -> None:
@@ -121,7 +128,7 @@ class LaneTable:
         step = self._active.get(message.stage)
         member = step.members.get(lane.attention_rank) if step else None
         if step is not None and member is not None and member[0] is lane and step.has_left(lane.attention_rank):
-            step.abort.set()
+            step.end_wait(lane.attention_rank)
         else:
             self._send(lane.link, Aborted(message.stage, message.lane_step))
 
@@ -131,7 +138,7 @@ class LaneTable:
         self.ranks.pop(lane.attention_rank, None)
         for step in self._active.values():
             if any(member is lane for member, _ in step.members.values()):
-                step.abort.set()
+                step.end_wait(lane.attention_rank)
         self._free(lane)
         logger.info("%s: attention rank %d left: %s", self.name, lane.attention_rank, reason)
 
