@@ -22,7 +22,8 @@ from afd_kernels.message import (
 )
 from afd_kernels.reply import REPLY_WORKSPACE, reply
 from afd_kernels.routing import route, route_workspace, top_k_from_logits
-from afd_kernels.signal import Status, StatusCode, begin_step, wait
+from afd_kernels.signal import Status, StatusCode, wait
+from afd_kernels.step import StepMember, begin_step, enter_step
 
 __all__ = [
     "MODE_OFFLINE",
@@ -36,12 +37,14 @@ __all__ = [
     "ReplyLayout",
     "Status",
     "StatusCode",
+    "StepMember",
     "SwiGLU",
     "arrival",
     "begin_step",
     "combine",
     "dispatch",
     "dispatch_workspace",
+    "enter_step",
     "experts_forward",
     "experts_workspace",
     "fused_experts",

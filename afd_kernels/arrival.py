@@ -70,27 +70,30 @@ class ExpertSchedule:
                 self.lane_start, self.expert_base, self.tiles, self.num_tiles, self.error]  # fmt: skip
 
 
-def schedule_bytes(num_lanes: int, layout: MessageLayout, block_m: int) -> int:
+def schedule_bytes(num_lanes: int, layout: MessageLayout, block_m: int, max_rows: int | None = None) -> int:
     """Bytes of the buffer that ``new_schedule`` cuts up."""
     carver = Carver()
-    _carve(carver, num_lanes, layout, block_m)
+    _carve(carver, num_lanes, layout, block_m, max_rows)
     return carver.nbytes
 
 
 def new_schedule(
     num_lanes: int, layout: MessageLayout, *, block_m: int, device: torch.device, row_stride: int | None = None,
-    workspace: torch.Tensor | None = None,
+    max_rows: int | None = None, workspace: torch.Tensor | None = None,
 ) -> ExpertSchedule:  # fmt: skip
     """An unfilled schedule for ``num_lanes`` lanes. block_m: rows of a GEMM tile, a power of two.
 
-    workspace: uint8[``schedule_bytes``(num_lanes, layout, block_m)].
+    max_rows: bound of the rows of all lanes together (default: full slots); lanes past it are refused on arrival.
+    workspace: uint8[``schedule_bytes``(num_lanes, layout, block_m, max_rows)].
     """
     check(block_m >= 1 and block_m & (block_m - 1) == 0, f"block_m is {block_m}; allowed: a power of two")
-    workspace = workspace_for(workspace, schedule_bytes(num_lanes, layout, block_m), device, "schedule_bytes")
-    tensors = _carve(Carver(workspace), num_lanes, layout, block_m)
+    max_rows = num_lanes * layout.cap_rows if max_rows is None else max_rows
+    nbytes = schedule_bytes(num_lanes, layout, block_m, max_rows)
+    workspace = workspace_for(workspace, nbytes, device, "schedule_bytes")
+    tensors = _carve(Carver(workspace), num_lanes, layout, block_m, max_rows)
     return ExpertSchedule(
-        **_named(tensors), block_m=block_m, top_k=layout.top_k, cap_rows=num_lanes * layout.cap_rows,
-        cap_pairs=num_lanes * layout.cap_rows * layout.top_k, hidden_size=layout.hidden_size,
+        **_named(tensors), block_m=block_m, top_k=layout.top_k, cap_rows=max_rows,
+        cap_pairs=max_rows * layout.top_k, hidden_size=layout.hidden_size,
         row_stride=layout.hidden_size if row_stride is None else row_stride, dtype=layout.dtype,
     )  # fmt: skip
 
@@ -102,9 +105,12 @@ def _named(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return dict(zip(_FIELDS, tensors, strict=False))
 
 
-def _carve(carver: Carver, num_lanes: int, layout: MessageLayout, block_m: int) -> list[torch.Tensor]:
+def _carve(
+    carver: Carver, num_lanes: int, layout: MessageLayout, block_m: int, max_rows: int | None = None
+) -> list[torch.Tensor]:
     experts = layout.num_experts
-    cap_tiles = triton.cdiv(num_lanes * layout.cap_rows * layout.top_k, block_m) + experts
+    rows = num_lanes * layout.cap_rows if max_rows is None else max_rows
+    cap_tiles = triton.cdiv(rows * layout.top_k, block_m) + experts
     return [
         carver.take((num_lanes,), torch.int64), carver.take((num_lanes,), torch.int64),
         carver.take((num_lanes,), torch.int64), carver.take((num_lanes + 1,), torch.int32),
@@ -114,12 +120,12 @@ def _carve(carver: Carver, num_lanes: int, layout: MessageLayout, block_m: int) 
     ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["cap_rows", "cap_pairs", "layer"])
+@triton.jit(do_not_specialize=["cap_rows", "cap_pairs", "max_rows", "layer"])
 def _merge_kernel(
     slots_ptr, lanes_ptr, x_ptr,
     row_address_ptr, pair_address_ptr, weight_address_ptr, lane_base_ptr, lane_prefix_ptr, lane_start_ptr,
     expert_base_ptr, tiles_ptr, num_tiles_ptr, error_ptr, status_ptr,
-    A, E, cap_rows, cap_pairs, layer, offsets_at, pairs_at, weights_at, rows_at,
+    A, E, cap_rows, cap_pairs, max_rows, layer, offsets_at, pairs_at, weights_at, rows_at,
     BLOCK_M: tl.constexpr, E_PAD: tl.constexpr, A_PAD: tl.constexpr, LOCAL: tl.constexpr, HAS_STATUS: tl.constexpr,
 ):  # fmt: skip
     # one program per expert; each computes the whole prefix (a few KB) and writes its own rows of it
@@ -143,6 +149,8 @@ def _merge_kernel(
     of_layer = tl.load(header + 4, mask=active, other=0)
     sound = (magic == _MAGIC) & (version == _VERSION) & (sent >= 0) & (sent <= bound)
     sound = sound & (pairs >= 0) & (pairs <= cap_pairs) & (of_layer == tl.where(layer < 0, of_layer, layer))
+    so_far = tl.cumsum(tl.where(active, tl.minimum(tl.maximum(sent, 0), cap_rows), 0), axis=0)
+    sound = sound & (so_far <= max_rows)
     error = active & (sound == 0)
     active = active & sound
     rows = tl.where(active, sent, 0)
@@ -222,21 +230,21 @@ def arrival(
         f"allowed: {slots.numel()} lanes, block_m {block_m}",
     )
     args: tuple[Any, ...] = (slots, lanes, *schedule.tensors(), layout.num_experts, layout.cap_rows,
-                             layout.top_k, layout.hidden_size, layout.dtype, schedule.block_m, layer,
-                             status)  # fmt: skip
+                             layout.top_k, layout.hidden_size, layout.dtype, schedule.block_m,
+                             schedule.cap_rows, layer, status)  # fmt: skip
     (_arrival_op if is_tracing() else _arrival)(*args)
     return schedule
 
 
 def launch_merge(
     slots: torch.Tensor, lanes: torch.Tensor, x: torch.Tensor, tensors: list[torch.Tensor], layout: MessageLayout,
-    block_m: int, *, local: bool, layer: int = -1, status: torch.Tensor | None = None,
+    block_m: int, *, local: bool, max_rows: int | None = None, layer: int = -1, status: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """The merge kernel. local: ``slots`` is the memory of the one slot itself, and its rows are those of ``x``."""
     num_lanes = tensors[0].numel()
     _merge_kernel[(layout.num_experts,)](
         slots, lanes, x, *tensors, status, num_lanes, layout.num_experts, layout.cap_rows,
-        layout.cap_rows * layout.top_k, layer,
+        layout.cap_rows * layout.top_k, num_lanes * layout.cap_rows if max_rows is None else max_rows, layer,
         layout.offset("expert_offsets"), layout.offset("pairs"), layout.offset("weights"), layout.offset("rows"),
         BLOCK_M=block_m, E_PAD=triton.next_power_of_2(layout.num_experts), A_PAD=triton.next_power_of_2(num_lanes),
         LOCAL=local, HAS_STATUS=status is not None, num_warps=4, enable_fp_fusion=True,
@@ -247,20 +255,22 @@ def _arrival(
     slots: torch.Tensor, lanes: torch.Tensor, row_address: torch.Tensor, pair_address: torch.Tensor,
     weight_address: torch.Tensor, lane_base: torch.Tensor, lane_prefix: torch.Tensor, lane_start: torch.Tensor,
     expert_base: torch.Tensor, tiles: torch.Tensor, num_tiles: torch.Tensor, error: torch.Tensor, num_experts: int,
-    cap_rows: int, top_k: int, hidden_size: int, dtype: torch.dtype, block_m: int, layer: int,
-    status: torch.Tensor | None,
+    cap_rows: int, top_k: int, hidden_size: int, dtype: torch.dtype, block_m: int, max_rows: int,
+    layer: int, status: torch.Tensor | None,
 ) -> None:  # fmt: skip
     layout = MessageLayout(num_experts, cap_rows, top_k, hidden_size, dtype)
     tensors = [row_address, pair_address, weight_address, lane_base, lane_prefix, lane_start, expert_base, tiles,
                num_tiles, error]  # fmt: skip
     if runs_kernel(slots):
-        launch_merge(slots, lanes, slots, tensors, layout, block_m, local=False, layer=layer, status=status)
+        launch_merge(
+            slots, lanes, slots, tensors, layout, block_m, local=False, max_rows=max_rows, layer=layer, status=status
+        )
     else:
-        fill_schedule_ref(slots, lanes, layout, tensors, block_m, layer=layer, status=status)
+        fill_schedule_ref(slots, lanes, layout, tensors, block_m, max_rows=max_rows, layer=layer, status=status)
 
 
 @reference
-def fill_schedule_ref(slots, lanes, layout, tensors, block_m, x=None, layer=-1, status=None):
+def fill_schedule_ref(slots, lanes, layout, tensors, block_m, x=None, max_rows=None, layer=-1, status=None):
     """Plain-torch merge: fills the schedule's tensors in place. x: where given, the rows lie there (one local slot)."""
     row_address, pair_address, weight_address, lane_base, lane_prefix, lane_start, expert_base = tensors[:7]
     tiles, num_tiles, error = tensors[7:]
@@ -268,6 +278,7 @@ def fill_schedule_ref(slots, lanes, layout, tensors, block_m, x=None, layer=-1, 
     counts = torch.zeros(experts, num_lanes, dtype=torch.int64)
     starts, rows = torch.zeros_like(counts), torch.zeros(num_lanes, dtype=torch.int64)
     error.zero_()
+    left = num_lanes * layout.cap_rows if max_rows is None else max_rows
     for lane, (address, state) in enumerate(zip(slots.tolist(), lanes.tolist(), strict=True)):
         if address == 0 or state[Lane.MODE] != MODE_ONLINE:
             continue
@@ -276,6 +287,8 @@ def fill_schedule_ref(slots, lanes, layout, tensors, block_m, x=None, layer=-1, 
         sound = header[Header.MAGIC] == MAGIC and header[Header.VERSION] == VERSION
         sound = sound and 0 <= header[Header.ROWS] <= min(state[Lane.ROWS], layout.cap_rows)
         sound = sound and layer in (-1, header[Header.LAYER])
+        left -= min(max(header[Header.ROWS], 0), layout.cap_rows)
+        sound = sound and left >= 0
         if not (sound and 0 <= header[Header.PAIRS] <= layout.cap_rows * layout.top_k):
             error[lane], lanes[lane, Lane.MODE] = 1, MODE_OFFLINE
             if status is not None:

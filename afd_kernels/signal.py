@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from afd_kernels._op import INTERPRETED, check, check_tensor, is_tracing, reference, register, runs_kernel
-from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, MODE_ONLINE, SIGNAL_OFFSET, Lane, signal_word
+from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, MODE_ONLINE, SIGNAL_OFFSET, Lane
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _SIGNAL_OFFSET = tl.constexpr(SIGNAL_OFFSET)
@@ -202,32 +202,6 @@ def _wait(
         LANE_STRIDE=LANE_FIELDS if lanes.dim() == 2 else 0, D_PAD=max(32, triton.next_power_of_2(slots.numel())),
         ABORT_EVERY=ABORT_EVERY, num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["word", "mode", "rows"])
-def _begin_kernel(lane_ptr, word, mode, rows):
-    offs = tl.arange(0, _LANE_FIELDS)
-    state = tl.where(offs == _MODE, mode, tl.where(offs == _ROWS, rows, 0)).to(tl.int64)
-    tl.store(lane_ptr + offs, tl.where(offs == _WORD, word, state))
-
-
-def begin_step(lane: torch.Tensor, *, session: int, step: int, rows: int, mode: int = MODE_ONLINE) -> None:
-    """Writes a lane's state for a new step, in stream order; the values travel in the launch.
-
-    lane: int64[8], written; the exchange index restarts at 0. session: 16 bits. step: 32 bits. rows: 0 or more.
-    mode: ``MODE_OFFLINE`` (sends nothing, combine writes zeros) or ``MODE_ONLINE``.
-    """
-    check_tensor("lane", lane, shape=(LANE_FIELDS,), dtypes=(torch.int64,), like=lane)
-    allowed = f"{MODE_OFFLINE} (offline), {MODE_ONLINE} (online)"
-    check(mode in (MODE_OFFLINE, MODE_ONLINE), f"mode is {mode}; allowed: {allowed}")
-    check(rows >= 0, f"rows is {rows}; allowed: 0 or more")
-    word = signal_word(session, step, 0)
-    if runs_kernel(lane):
-        _begin_kernel[(1,)](lane, word, mode, rows, num_warps=1, enable_fp_fusion=True)
-        return
-    state = torch.zeros(LANE_FIELDS, dtype=torch.int64)
-    state[Lane.WORD], state[Lane.MODE], state[Lane.ROWS] = word, mode, rows
-    lane.copy_(state)
 
 
 _ORDER = threading.Lock()

@@ -33,7 +33,7 @@ class AFDConfig(BaseModel):
     reply_timeout_s: attention waits so long for a reply; None: 5 s on cuda, 5 s more than ``peer_timeout_s`` on cpu.
     peer_timeout_s: an FFN rank waits so long for a request of a peer that lives; then it goes on without that peer.
     attach_timeout_s: to find the group and attach to all of it. liveness_timeout_s: a silent peer is lost after it.
-    fabric: ``shm`` (processes of one host), ``local`` (threads of one process), ``auto`` (shm).
+    fabric: ``shm`` and ``cuda`` (processes of one host), ``local`` (threads of one process), ``auto`` (by device).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,7 +54,7 @@ class AFDConfig(BaseModel):
     attach_timeout_s: float = Field(default=120.0, gt=0)
     liveness_timeout_s: float = Field(default=10.0, ge=1)
     reply_dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    fabric: Literal["auto", "shm", "local"] = "auto"
+    fabric: Literal["auto", "shm", "cuda", "local"] = "auto"
 
     @model_validator(mode="after")
     def _check_group(self) -> AFDConfig:

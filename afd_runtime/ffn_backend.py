@@ -84,8 +84,18 @@ class ExpertBank:
         """Device memory of the weights, in bytes."""
         return sum(weights.nbytes for weights in self.layers.values())
 
-    def forward(self, layer_idx: int, schedule: ExpertSchedule, workspace: torch.Tensor | None = None) -> torch.Tensor:
-        """Computes the scheduled pairs of one layer: [total_rows * top_k, H], unweighted, in pair order."""
+    def forward(
+        self,
+        layer_idx: int,
+        schedule: ExpertSchedule,
+        *,
+        y: torch.Tensor | None = None,
+        workspace: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Computes the scheduled pairs of one layer: [cap_rows * top_k, H], unweighted, in pair order.
+
+        y: written and returned. workspace: as for ``experts_forward``.
+        """
         weights = self.layers.get(layer_idx)
         if weights is None:
             raise ModelError(f"layer_idx {layer_idx} has no experts here; loaded are {sorted(self.layers)}.")
@@ -96,6 +106,7 @@ class ExpertBank:
             activation=self.spec.activation,
             b_up=weights.b_up,
             b_down=weights.b_down,
+            y=y,
             workspace=workspace,
         )
 

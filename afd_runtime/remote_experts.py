@@ -116,7 +116,7 @@ class AttentionSession:
             self._fetch_ffn_stats()
         return {
             layer: dataclasses.asdict(stats) | self._ffn_stats.get(layer, {})
-            for layer, stats in self.connector.attention.stats.items()
+            for layer, stats in self.connector.attention.layer_stats().items()
         }
 
     def _fetch_ffn_stats(self) -> None:

@@ -14,6 +14,7 @@ import re
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,6 +25,7 @@ from afd_kernels.message import MessageLayout, ReplyLayout
 from afd_runtime.config import AFDConfig
 from afd_runtime.errors import AFDConfigError, AFDError
 from afd_runtime.topology import ExpertPlacement
+from afd_runtime.window_cuda import CudaHandle, CudaIpc
 
 if TYPE_CHECKING:
     from afd_runtime.model_spec import ModelSpec
@@ -100,8 +102,8 @@ class LocalHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     nbytes: int
 
 
-WindowHandle = ShmHandle | LocalHandle
-H = TypeVar("H", ShmHandle, LocalHandle)
+WindowHandle = ShmHandle | LocalHandle | CudaHandle
+H = TypeVar("H", ShmHandle, LocalHandle, CudaHandle)
 
 
 @dataclass(eq=False)
@@ -111,6 +113,7 @@ class Window:
     buffer: torch.Tensor
     handle: WindowHandle
     fd: int = -1
+    on_close: Callable[[], None] | None = None
 
     @property
     def address(self) -> int:
@@ -127,6 +130,9 @@ class Window:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        on_close, self.on_close = self.on_close, None
+        if on_close is not None:
+            on_close()
 
 
 class Fabric(ABC):
@@ -141,6 +147,9 @@ class Fabric(ABC):
     @abstractmethod
     def open(self, handle: WindowHandle, nbytes: int) -> Window:
         """Maps a peer's window. Raises ``AFDError`` unless it exists and has exactly ``nbytes``."""
+
+    def collect(self) -> None:  # noqa: B027  most fabrics have nothing to do
+        """Gives closed windows' memory back where closing them could not: called while no kernel waits."""
 
     def _checked(self, handle: WindowHandle, kind: type[H], nbytes: int) -> H:
         if not isinstance(handle, kind):
@@ -230,13 +239,34 @@ class LocalFabric(Fabric):
         return Window(window.buffer, handle)
 
 
+class CudaIpcFabric(Fabric):
+    """GPU memory of processes of one host."""
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self._ipc = CudaIpc(device)
+
+    def allocate(self, nbytes: int) -> Window:
+        memory, handle = self._ipc.allocate(nbytes)
+        return Window(memory.buffer(), handle, on_close=lambda: self._ipc.bury(memory))
+
+    def open(self, handle: WindowHandle, nbytes: int) -> Window:
+        memory = self._ipc.open(self._checked(handle, CudaHandle, nbytes))
+        return Window(memory.buffer(), handle, on_close=lambda: self._ipc.bury(memory))
+
+    def collect(self) -> None:
+        self._ipc.collect()
+
+
 def create_fabric(config: AFDConfig, device: torch.device) -> Fabric:
-    """The fabric that ``config.fabric`` names; ``auto`` is shared memory."""
+    """The fabric that ``config.fabric`` names; ``auto`` is CUDA IPC on a GPU and shared memory on a CPU."""
     if config.fabric == "local":
         return LocalFabric(device)
-    if device.type != "cpu":
+    kinds = {"cuda": ("cuda",), "shm": ("cpu",), "auto": ("cpu", "cuda")}[config.fabric]
+    if device.type not in kinds:
         raise AFDConfigError(
-            f"fabric={config.fabric!r} with device={str(device)!r}: windows between processes are on the CPU in this "
-            "version; allowed: device='cpu', or fabric='local' with both roles in one process"
+            f"fabric={config.fabric!r} with device={str(device)!r}; allowed: 'shm' on a cpu, 'cuda' on a GPU, "
+            "'auto', or 'local' with both roles in one process"
         )
-    return SharedMemoryFabric()
+    return CudaIpcFabric(device) if device.type == "cuda" else SharedMemoryFabric()

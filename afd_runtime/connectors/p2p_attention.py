@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import afd_kernels
-from afd_kernels.message import LANE_FIELDS
-from afd_kernels.signal import StatusCode, begin_step
+from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, split_word
+from afd_kernels.signal import StatusCode
+from afd_kernels.step import begin_step
 from afd_runtime.config import AFDConfig
 from afd_runtime.connectors.base import AFDControlPlane
 from afd_runtime.control_plane.attention import AttentionControlPlane
-from afd_runtime.control_plane.cells import AbortCell
+from afd_runtime.control_plane.cells import AbortCell, status_cells
 from afd_runtime.control_plane.fingerprint import fingerprint
 from afd_runtime.control_plane.messages import Announce
 from afd_runtime.errors import AFDCapacityError, AFDError, AFDProtocolError, AFDTimeoutError
@@ -30,16 +31,20 @@ if TYPE_CHECKING:
 class Lane:
     """One stage of this attention rank.
 
-    slots, reply_slots: int64[D] for D peers. state: int64[8]. status: int64[8]. step: of this lane,
-    from 0; rows: of the step, None between steps; layer_index: exchanged layers that were sent.
+    slots, reply_slots: int64[D] for D peers. state: int64[8]. status: int64[8] in host memory. workspace: of dispatch.
+    sent: int64[layers, D], rows sent so far. step: of this lane, from 0; rows: of the step, None between steps;
+    layer_index: exchanged layers that were sent.
     """
 
-    def __init__(self, num_peers: int, device: torch.device) -> None:
+    def __init__(self, num_peers: int, layout: WindowLayout, num_layers: int, device: torch.device) -> None:
+        nbytes = afd_kernels.dispatch_workspace(layout.request.cap_rows, layout.request, num_peers)
+        self.workspace = torch.zeros(nbytes, dtype=torch.uint8, device=device) if device.type == "cuda" else None
+        self.sent = torch.zeros(num_layers, num_peers, dtype=torch.int64, device=device)
         self.slots = torch.zeros(num_peers, dtype=torch.int64, device=device)
         self.reply_slots = torch.zeros(num_peers, dtype=torch.int64, device=device)
         self.state = torch.zeros(LANE_FIELDS, dtype=torch.int64, device=device)
         self.abort = AbortCell(device)
-        self.status = torch.zeros(8, dtype=torch.int64, device=device)
+        self.status = status_cells(device)
         self.row_map: torch.Tensor | None = None
         self.step = -1
         self.rows: int | None = None
@@ -76,7 +81,9 @@ class AttentionSide(AFDControlPlane):
         self.layout = WindowLayout.of(config, spec, dtype)
         self.peer_ranks = self.placement.peers(attention_rank)
         self.expert_bucket = self.placement.expert_bucket(attention_rank).to(device)
-        self.lanes = [Lane(len(self.peer_ranks), device) for _ in range(config.num_stages)]
+        self.lanes = [
+            Lane(len(self.peer_ranks), self.layout, len(spec.expert_layers), device) for _ in range(config.num_stages)
+        ]
         self.stats = {layer: LayerStats() for layer in spec.expert_layers}
         self._timeout_s = config.reply_timeout(device)
         self.control = AttentionControlPlane(
@@ -85,11 +92,41 @@ class AttentionSide(AFDControlPlane):
         )  # fmt: skip
 
     def connect(self) -> None:
-        """Joins the group and fills the address tables."""
+        """Joins the group and fills the address tables. The lanes are offline until their first step."""
+        if self.device.type == "cuda":
+            self._warm_up()
         for index, peer in enumerate(self.control.connect()):
             for stage, lane in enumerate(self.lanes):
                 lane.slots[index] = peer.request.address + stage * self.layout.request_stride
                 lane.reply_slots[index] = peer.reply.address + stage * self.layout.reply_stride
+
+    def _warm_up(self) -> None:
+        """Launches every kernel once, offline: a first launch would wait for a kernel that waits for a peer."""
+        request, device = self.layout.request, self.device
+        for lane in self.lanes:
+            begin_step(lane.state, session=1, step=0, rows=0, mode=MODE_OFFLINE)
+            for rows in (1, min(2, request.cap_rows)):
+                hidden = torch.zeros(rows, request.hidden_size, dtype=request.dtype, device=device)
+                ids = torch.zeros(rows, request.top_k, dtype=torch.int32, device=device)
+                weights = torch.zeros(rows, request.top_k, dtype=torch.float32, device=device)
+                row_map = self._dispatch(lane, hidden, ids, weights, layer=0)
+                self._wait(lane)
+                lane.sent[0] += (row_map >= 0).sum(dim=1)
+                afd_kernels.combine(lane.reply_slots, row_map, self.layout.reply, lane.state, dtype=request.dtype)
+        torch.cuda.synchronize(device)
+
+    def _dispatch(
+        self, lane: Lane, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, layer: int
+    ) -> torch.Tensor:
+        return afd_kernels.dispatch(
+            hidden, ids, weights, expert_bucket=self.expert_bucket, slots=lane.slots, layout=self.layout.request,
+            lane=lane.state, layer=layer, workspace=lane.workspace,
+        )  # fmt: skip
+
+    def _wait(self, lane: Lane) -> None:
+        afd_kernels.wait(
+            lane.reply_slots, lane.state, abort=lane.abort.tensor, status=lane.status, timeout_s=self._timeout_s
+        )
 
     # -- control plane ---------------------------------------------------------------------------------------------
 
@@ -133,6 +170,9 @@ class AttentionSide(AFDControlPlane):
         lane = self.lane(stage)
         if lane.rows is None:
             raise AFDError(f"stage {stage} is in no step; call begin_step first")
+        if self.device.type == "cuda":  # before any result of the step leaves
+            torch.cuda.current_stream(self.device).synchronize()
+            self._check_status(lane, stage)
         done, layers = lane.layer_index, len(self.spec.expert_layers)
         if done < layers:
             self.abort_step(f"it ended after {done} of {layers} exchanged layers", stage)
@@ -173,11 +213,8 @@ class AttentionSide(AFDControlPlane):
                 f"topk_ids is {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)}; allowed: "
                 f"[{hidden.shape[0]}, {self.spec.top_k}] for both (rows of hidden, top_k of the model)"
             )
-        lane.row_map = afd_kernels.dispatch(
-            hidden.contiguous(), topk_ids.to(torch.int32).contiguous(), topk_weights.to(torch.float32).contiguous(),
-            expert_bucket=self.expert_bucket, slots=lane.slots, layout=self.layout.request, lane=lane.state,
-            layer=layer_idx,
-        )  # fmt: skip
+        ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.to(torch.float32).contiguous()
+        lane.row_map = self._dispatch(lane, hidden.contiguous(), ids, weights, layer=layer_idx)
 
     def _check_exchange(self, lane: Lane, hidden: torch.Tensor, layer_idx: int, stage: int) -> None:
         layers = self.spec.expert_layers
@@ -204,25 +241,32 @@ class AttentionSide(AFDControlPlane):
             )
 
     def recv_ffn_output(self, ref_tensor: torch.Tensor, *, layer_idx: int, stage: int) -> torch.Tensor:
-        """Waits for every peer's reply and adds them up in fp32, in the order of the peers. Returns [M, H]."""
+        """Waits for every peer's reply and adds them up in fp32, in the order of the peers. Returns [M, H].
+
+        On a GPU the wait is the stream's: a failure shows in ``end_step``, and the layers after it give zeros.
+        """
         lane = self.lane(stage)
         if lane.row_map is None:
             raise AFDError(f"nothing was sent for layer {layer_idx} of stage {stage}; call send_attn_output first")
         start = time.perf_counter()
-        afd_kernels.wait(
-            lane.reply_slots, lane.state, abort=lane.abort.tensor, status=lane.status, timeout_s=self._timeout_s
-        )
-        waited = time.perf_counter() - start
-        code, peer, expected, observed = lane.status[:4].tolist()
-        if code != StatusCode.OK:
-            lane.status.zero_()
-            self._fail(lane, code, peer, expected, observed, layer_idx, stage)
+        self._wait(lane)
+        waited = 0.0
+        if self.device.type == "cpu":
+            waited = time.perf_counter() - start
+            self._check_status(lane, stage)
         out = torch.empty_like(ref_tensor, memory_format=torch.contiguous_format)
         row_map, lane.row_map = lane.row_map, None
         afd_kernels.combine(lane.reply_slots, row_map, self.layout.reply, lane.state, out=out)
-        lane.layer_index += 1
         self._count(layer_idx, lane, row_map, waited)
+        lane.layer_index += 1
         return out
+
+    def _check_status(self, lane: Lane, stage: int) -> None:
+        code, peer, expected, observed = lane.status[:4].tolist()
+        if code != StatusCode.OK:
+            lane.status.zero_()
+            layer = self.spec.expert_layers[split_word(expected)[2]]
+            self._fail(lane, code, peer, expected, observed, layer, stage)
 
     def _fail(self, lane: Lane, code: int, peer: int, expected: int, observed: int, layer: int, stage: int) -> None:
         where: dict[str, Any] = {
@@ -248,12 +292,24 @@ class AttentionSide(AFDControlPlane):
 
     def _count(self, layer_idx: int, lane: Lane, row_map: torch.Tensor, waited: float) -> None:
         stats = self.stats[layer_idx]
-        stats.exchanges, stats.wait_s, stats.rows = (
-            stats.exchanges + 1,
-            stats.wait_s + waited,
-            stats.rows + (lane.rows or 0),
-        )
-        for sent in (row_map >= 0).sum(dim=1).tolist():
-            stats.rows_sent += sent
-            stats.bytes_out += self.layout.request.bytes_used(sent)
-            stats.bytes_back += self.layout.reply.bytes_used(sent)
+        stats.exchanges, stats.wait_s = stats.exchanges + 1, stats.wait_s + waited
+        stats.rows += lane.rows or 0
+        lane.sent[lane.layer_index] += (row_map >= 0).sum(dim=1)
+
+    def layer_stats(self) -> dict[int, LayerStats]:
+        """The sums by layer. Reads the device's counters."""
+        sent = sum(lane.sent.cpu() for lane in self.lanes)
+        for (_, stats), rows in zip(self.stats.items(), sent.tolist(), strict=True):  # type: ignore[union-attr]
+            stats.rows_sent = sum(rows)
+            exchanges = [stats.exchanges] * len(rows)
+            stats.bytes_out = sum(map(self._bytes_out, rows, exchanges))
+            stats.bytes_back = sum(map(self._bytes_back, rows, exchanges))
+        return self.stats
+
+    def _bytes_out(self, rows: int, messages: int) -> int:
+        fixed = self.layout.request.bytes_used(0)
+        return messages * fixed + self.layout.request.bytes_used(rows) - fixed
+
+    def _bytes_back(self, rows: int, messages: int) -> int:
+        fixed = self.layout.reply.bytes_used(0)
+        return messages * fixed + self.layout.reply.bytes_used(rows) - fixed

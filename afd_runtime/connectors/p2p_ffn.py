@@ -14,7 +14,8 @@ import torch
 
 import afd_kernels
 from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, Lane, split_word
-from afd_kernels.signal import Status, StatusCode, begin_step
+from afd_kernels.signal import Status, StatusCode
+from afd_kernels.step import StepMember, enter_step
 from afd_runtime.config import AFDConfig
 from afd_runtime.connectors.base import AFDControlPlane
 from afd_runtime.control_plane.cells import AbortCell, status_cells
@@ -52,11 +53,6 @@ class StageTables:
         self.lanes = torch.zeros(num_lanes, LANE_FIELDS, dtype=torch.int64, device=device)
         self.abort = AbortCell(device, num_lanes)
         self.status = status_cells(device, num_lanes)
-
-    def clear(self) -> None:
-        """No lane is in the step."""
-        for table in (self.slots, self.reply_slots, self.lanes, self.status):
-            table.zero_()
 
     def set_offline(self, index: int) -> None:
         """Takes one lane out of the step."""
@@ -153,16 +149,17 @@ class FFNSide(AFDControlPlane):
         stage, tables = order.stage, self.tables[order.stage]
         if self._steps[stage] is not None:
             self.leave(stage)
-        tables.clear()
-        step = Step(order, layers_left=len(self.spec.expert_layers))
+        tables.status.zero_()
+        step, members = Step(order, layers_left=len(self.spec.expert_layers)), []
         for lane, participant in self.control.enter_step(order, tables.abort):
             index = self.served.index(participant.attention_rank)
             step.members[index] = (lane, participant)
-            tables.slots[index] = lane.request.address + stage * self.layout.request_stride
-            tables.reply_slots[index] = lane.reply.address + stage * self.layout.reply_stride
-            begin_step(
-                tables.lanes[index], session=participant.session, step=participant.lane_step, rows=participant.rows
+            request = lane.request.address + stage * self.layout.request_stride
+            reply = lane.reply.address + stage * self.layout.reply_stride
+            members.append(
+                StepMember(index, request, reply, participant.session, participant.lane_step, participant.rows)
             )
+        enter_step(tables.slots, tables.reply_slots, tables.lanes, members)
         if step.members:
             self._steps[stage] = step
 
@@ -172,6 +169,18 @@ class FFNSide(AFDControlPlane):
             self._steps[stage] = None
             self.steps_served += 1
             self.control.leave_step(stage)
+            if not any(self._steps):
+                self.control.fabric.collect()
+
+    def finish_step(self, stage: int) -> None:
+        """The end of a step that a graph served: waits for this thread's stream, reads the cells, leaves the step."""
+        torch.cuda.current_stream(self.device).synchronize()
+        self.settle(stage)
+        self.leave(stage)
+
+    def step_rows(self, stage: int) -> int:
+        """Rows that the lanes of the stage's step announced."""
+        return sum(participant.rows for _, participant in self._step(stage).members.values())
 
     # -- exchanges -------------------------------------------------------------------------------------------------
 
@@ -191,7 +200,7 @@ class FFNSide(AFDControlPlane):
         totals.exchanges, totals.rows = totals.exchanges + 1, totals.rows + base[-1]
         context = AFDTransferContext(AFDTransferMetadata(layer_idx, ubatch_idx, lengths), states=(step, schedule))
         empty = torch.empty(0, self.spec.hidden_size, dtype=schedule.dtype, device=tables.slots.device)
-        return AFDA2FTransferPayload(empty, context, routing=self._local(schedule))
+        return AFDA2FTransferPayload(empty, context, routing=self.local_schedule(schedule))
 
     def send_ffn_output(self, out: torch.Tensor, context: AFDTransferContext) -> None:
         """Answers every lane that is still in the step. out: [cap_rows * top_k, H], of each pair."""
@@ -223,7 +232,7 @@ class FFNSide(AFDControlPlane):
         )
         return schedule
 
-    def _local(self, schedule: ExpertSchedule) -> ExpertSchedule:
+    def local_schedule(self, schedule: ExpertSchedule) -> ExpertSchedule:
         """The schedule over this rank's experts; the last ranks may hold fewer than the layout has places for."""
         experts = self.num_local_experts
         if experts == schedule.num_experts:

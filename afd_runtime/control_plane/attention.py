@@ -234,6 +234,7 @@ class AttentionControlPlane:
         self._watcher.stop()
         for peer in self.peers:
             peer.close()
+        self.fabric.collect()
 
     # -- on the watcher thread -------------------------------------------------------------------------------------
 

@@ -178,6 +178,7 @@ class FFNControlPlane:
         for lane in self.lanes.ranks.values():
             lane.close()
         self.lanes.ranks.clear()
+        self.fabric.collect()
 
     # -- on the watcher thread -------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import msgspec
 
 from afd_runtime.errors import AFDProtocolError
 from afd_runtime.window import LocalHandle, ShmHandle
+from afd_runtime.window_cuda import CudaHandle
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 1 << 20
@@ -68,7 +69,7 @@ class Attach(_Message, frozen=True):
 
     peer: Peer
     session: int
-    reply_handle: Union[ShmHandle, LocalHandle]  # noqa: UP007  msgspec reads it at run time
+    reply_handle: Union[ShmHandle, LocalHandle, CudaHandle]  # noqa: UP007  msgspec reads it at run time
 
 
 class Attached(_Message, frozen=True):
@@ -76,7 +77,7 @@ class Attached(_Message, frozen=True):
 
     ffn_rank: int
     pid: int
-    request_handle: Union[ShmHandle, LocalHandle]  # noqa: UP007
+    request_handle: Union[ShmHandle, LocalHandle, CudaHandle]  # noqa: UP007
 
 
 class Announce(_Message, frozen=True):

@@ -242,3 +242,13 @@ def test_more_rows_than_announced_are_refused(launches):
     assert status[1, 4:].tolist() == [rows, rows - 1, -7, -7]
     check(schedule, world, [True, False])
     launches.expect("_merge_kernel")
+
+
+def test_rows_past_the_bound_of_a_size_class_are_refused(launches):
+    """The schedule is for 10 rows of all lanes together; the lanes that pass it are refused, those before are served."""
+    world = sent([4, 5, 3], 8, 2)
+    rows = [int(world.message(0, a).header[Header.ROWS]) for a in range(3)]
+    schedule = new_schedule(3, world.layout, block_m=16, device=torch.device(DEVICE), max_rows=rows[0] + rows[1])
+    merge(world, schedule=schedule)
+    assert schedule.error.tolist() == [0, 0, 1] and schedule.lane_base.tolist()[-1] == rows[0] + rows[1]
+    launches.expect("_merge_kernel")

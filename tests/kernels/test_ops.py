@@ -442,6 +442,8 @@ SIGNATURES = {
     "combine": "reply_slots, row_map, layout, lane, *, out=None, dtype=None",
     "dispatch": "x, topk_ids, topk_weights, *, expert_bucket, slots, layout, lane, layer=0, row_map=None, "
     "workspace=None",
+    "StepMember": "lane, slot, reply_slot, session, step, rows",
+    "enter_step": "slots, reply_slots, lanes, members",
     "dispatch_workspace": "num_tokens, layout, num_peers",
     "experts_forward": "schedule, w_up, w_down, *, activation=SwiGLU(), b_up=None, b_down=None, y=None, "
     "workspace=None, config=None",
@@ -452,7 +454,8 @@ SIGNATURES = {
     "fused_moe": "hidden_states, gate_weight, w_up, w_down, *, top_k, scoring='softmax', gate_bias=None, "
     "selection_bias=None, num_groups=1, topk_groups=1, renormalize=False, scale=1.0, "
     "activation=SwiGLU(), b_up=None, b_down=None, out=None",
-    "new_schedule": "num_lanes, layout, *, block_m, device, row_stride=None, workspace=None",
+    "new_schedule": "num_lanes, layout, *, block_m, device, row_stride=None, max_rows=None, "
+    "workspace=None",
     "pick": "op, rows_per_expert, dtype, *, gpu='default', shared_memory=101376",
     "pick_experts": "num_pairs, num_experts, dtype, device, *, block_m=None",
     "reply": "y, schedule, reply_slots, lanes, layout, *, workspace=None",
@@ -460,7 +463,7 @@ SIGNATURES = {
     "selection_bias=None, num_groups=1, topk_groups=1, renormalize=False, scale=1.0, out=None, "
     "workspace=None",
     "route_workspace": "num_tokens, num_experts, hidden_size",
-    "schedule_bytes": "num_lanes, layout, block_m",
+    "schedule_bytes": "num_lanes, layout, block_m, max_rows=None",
     "signal_word": "session, step, exchange",
     "split_word": "word",
     "tensor_at": "address, nbytes, device",
@@ -472,7 +475,7 @@ CONSTANTS = {"MODE_OFFLINE": 0, "MODE_ONLINE": 1, "REPLY_WORKSPACE": 16}
 ENUMS = {
     "Header": ["MAGIC", "VERSION", "SESSION", "STEP", "LAYER", "EXCHANGE", "ROWS", "PAIRS", "FLAGS"],
     "Lane": ["WORD", "EXCHANGE", "MODE", "ROWS"],
-    "Status": ["CODE", "PEER", "EXPECTED", "OBSERVED"],
+    "Status": ["CODE", "PEER", "EXPECTED", "OBSERVED", "ROWS", "ANNOUNCED"],
     "StatusCode": ["OK", "TIMEOUT", "ABORTED", "PROTOCOL", "MALFORMED"],
 }
 

@@ -129,8 +129,9 @@ def test_local_fabric_knows_only_living_windows_of_this_process() -> None:
         fabric.open(handle, 4096)
 
 
-def test_fabric_for_cuda_between_processes_is_refused() -> None:
+@pytest.mark.parametrize("fabric,device", [("shm", "cuda:0"), ("cuda", "cpu"), ("auto", "meta")])
+def test_fabric_that_does_not_fit_the_device_is_refused(fabric: str, device: str) -> None:
     assert create_fabric(AFDConfig(role="ffn"), torch.device("cpu")).name == "shm"
     assert create_fabric(AFDConfig(role="ffn", fabric="local"), torch.device("cpu")).name == "local"
-    with pytest.raises(AFDConfigError, match="fabric='auto' with device='cuda:0'"):
-        create_fabric(AFDConfig(role="ffn"), torch.device("cuda:0"))
+    with pytest.raises(AFDConfigError, match=f"fabric={fabric!r} with device={device!r}; allowed:"):
+        create_fabric(AFDConfig(role="ffn", fabric=fabric), torch.device(device))
