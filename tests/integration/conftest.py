@@ -39,6 +39,7 @@ class Afd:
 
     def __init__(self) -> None:
         self.mark = uuid.uuid4().hex
+        self.started: list[subprocess.Popen[str]] = []
         self.env = {**os.environ, MARK: self.mark, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
         self.env["PYTHONPATH"] = os.pathsep.join([str(FAULTS), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
@@ -54,7 +55,8 @@ class Afd:
     def start(self, *arguments: object) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "afd_runtime.cli", *map(str, arguments)]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, env=self.env, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+        self.started.append(subprocess.Popen(command, env=self.env, cwd=ROOT, stdout=pipe, stderr=pipe, text=True))
+        return self.started[-1]
 
     def run(self, *arguments: object, timeout_s: float = 150) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments)
@@ -88,7 +90,10 @@ def afd() -> Iterator[Afd]:
     """The ``afd`` command; the test fails if one of its processes outlives it."""
     runner = Afd()
     yield runner
-    assert runner.all_gone() == []
+    left = runner.all_gone()
+    for process in runner.started:  # after a failed test nothing may stay behind either
+        process.kill()
+    assert left == []
 
 
 @pytest.fixture
