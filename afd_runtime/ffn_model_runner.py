@@ -11,6 +11,7 @@ import torch
 from afd_runtime.connectors.base import AFDConnector
 from afd_runtime.errors import AFDConfigError, AFDError, NoControlPlaneError
 from afd_runtime.metadata import AFDA2FTransferPayload, AFDDPMetadata
+from afd_runtime.stage_graphs import StageGraphs
 
 GraphKey = tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -59,6 +60,7 @@ class GPUFFNModelRunner:
         self.compute_gate_on_attention, self.use_cuda_graph = compute_gate_on_attention, use_cuda_graph
         self.graphs = dict(graphs or {})
         self.on_layer = on_layer
+        self.stage_graphs: dict[int, StageGraphs] = {}
         self.replays = self.eager_steps = 0
 
     def initialize_afd_connector(self) -> None:
@@ -83,6 +85,9 @@ class GPUFFNModelRunner:
         """
         if dp_metadata_list is None:
             raise AFDError("dp_metadata_list is None; allowed: the payload's map; the control plane drives this runner")
+        if self.stage_graphs:
+            self._replay_stages(dp_metadata_list)
+            return
         replay = None if is_graph_capturing or is_warmup else self._find_graph(dp_metadata_list, is_graph_replaying)
         if replay is not None:
             self.replays += 1
@@ -90,6 +95,14 @@ class GPUFFNModelRunner:
             return
         self.eager_steps += 1
         self._ffn_forward(dp_metadata_list)
+
+    def _replay_stages(self, dp_metadata_list: Mapping[int, AFDDPMetadata]) -> None:
+        side = self.connector.ffn  # type: ignore[attr-defined]
+        for stage in dp_metadata_list:
+            self.stage_graphs[stage].replay(side.step_rows(stage))
+            self.replays += 1
+        for stage in dp_metadata_list:
+            side.finish_step(stage)
 
     def _find_graph(
         self, dp_metadata_list: Mapping[int, AFDDPMetadata], is_graph_replaying: bool
@@ -132,11 +145,19 @@ class GPUFFNModelRunner:
         is_warmup: bool = False,
         is_attn_graph_capturing: bool = False,
     ) -> None:
-        """Captures what is missing. Without CUDA graphs there is nothing to capture."""
-        if self.use_cuda_graph:
+        """Captures the (stage, size class) graphs that are missing; receives nothing. Without CUDA graphs: nothing."""
+        if not self.use_cuda_graph:
+            return
+        side = getattr(self.connector, "ffn", None)
+        if side is None or not self.connector.any_layout:
             raise AFDConfigError(
-                "use_cuda_graph=True: capturing the FFN step is not available in this version; set use_cuda_graph=False"
+                f"use_cuda_graph=True with connector {type(self.connector).__name__}: only the 'p2p' connector's steps "
+                "can be captured; set use_cuda_graph=False"
             )
+        for stage in range(side.config.num_stages):
+            if stage not in self.stage_graphs:
+                self.stage_graphs[stage] = StageGraphs(side, self.model, stage)
+            self.stage_graphs[stage].capture()
 
     def sample_tokens(self, grammar_output: Any = None) -> None:
         """Refused: an FFN rank never samples."""

@@ -53,7 +53,8 @@ class FFNServer:
             raise AFDConfigError(f"connector is {config.connector!r}; allowed for a server: 'p2p'")
         self.config, self.ffn_rank, self.spec, self.connector = config, ffn_rank, spec, connector
         self.device = torch.device(device)
-        self.runner = GPUFFNModelRunner(connector, bank, spec.expert_layers)
+        cuda = self.device.type == "cuda"
+        self.runner = GPUFFNModelRunner(connector, bank, spec.expert_layers, use_cuda_graph=cuda)
         self._ffn_loop_error: BaseException | None = None
         self._serving, self._done = False, threading.Event()
 
@@ -83,10 +84,12 @@ class FFNServer:
         return tuple(sorted(self.connector.ffn.control.lanes.ranks))
 
     def start(self) -> None:
-        """Binds the port; an FFN rank past 0 registers at FFN rank 0.
+        """Captures the graphs (on a GPU), binds the port; an FFN rank past 0 registers at FFN rank 0.
 
         Raises ``AFDRefusedError`` or ``AFDAttachError``.
         """
+        if not self.runner.stage_graphs:
+            self.runner.capture_model()
         self.runner.initialize_afd_connector()
 
     def serve_forever(self, *, handle_signals: bool = True) -> None:

@@ -59,18 +59,22 @@ def layer_weights(spec: Spec, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Bank:
     """The local experts of one FFN rank. ``fail_at``: the call that raises; ``delay_s``: of every call."""
 
-    def __init__(self, spec: Spec, expert_ids: range, *, fail_at: int = -1, delay_s: float = 0.0) -> None:
+    def __init__(
+        self, spec: Spec, expert_ids: range, *, fail_at: int = -1, delay_s: float = 0.0, device: str = "cpu"
+    ) -> None:
         ids = list(expert_ids)
         self.spec, self.calls, self.fail_at, self.delay_s = spec, 0, fail_at, delay_s
-        self.layers = {layer: tuple(w[ids] for w in layer_weights(spec, layer)) for layer in spec.expert_layers}
+        self.layers = {
+            layer: tuple(w[ids].to(device, spec.dtype) for w in layer_weights(spec, layer))
+            for layer in spec.expert_layers
+        }
 
-    def forward(self, layer_idx: int, schedule: Any) -> torch.Tensor:
+    def forward(self, layer_idx: int, schedule: Any, **buffers: Any) -> torch.Tensor:
         self.calls += 1
         if self.calls == self.fail_at:
             raise RuntimeError("the planted fault")
         time.sleep(self.delay_s)
-        w_up, w_down = (w.to(self.spec.dtype) for w in self.layers[layer_idx])
-        return experts_forward(schedule, w_up, w_down, activation=self.spec.activation)
+        return experts_forward(schedule, *self.layers[layer_idx], activation=self.spec.activation, **buffers)
 
 
 def oracle(spec: Spec, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -104,18 +108,21 @@ def checked_step(
     experts: range | None = None, pause_s: float = 0.0,
 ) -> float:  # fmt: skip
     """One step, each layer compared with the oracle. layers: run only so many. Returns the largest error."""
-    spec, worst = session.spec, 0.0
+    spec, worst, device = session.spec, 0.0, session.connector.attention.device
+    outputs = []
     session.begin_step(rows, stage)
     for index, layer in enumerate(spec.expert_layers[:layers]):
         hidden, ids, weights = random_layer(spec, rows, seed + index, experts)
-        out = session.experts(layer, hidden, ids, weights, stage)
-        want = oracle(spec, layer, hidden, ids, weights)
-        assert out.shape == hidden.shape and out.dtype == hidden.dtype
-        torch.testing.assert_close(out.double(), want, rtol=2e-5, atol=2e-5)
-        worst = max(worst, (out.double() - want).abs().max().item() if rows else 0.0)
+        on_device = (t.to(device) for t in (hidden, ids, weights))
+        outputs.append((layer, hidden, ids, weights, session.experts(layer, *on_device, stage)))
         time.sleep(pause_s)
     if layers is None:
         session.end_step(stage)
+    for layer, hidden, ids, weights, out in outputs:
+        want = oracle(spec, layer, hidden, ids, weights)
+        assert out.shape == hidden.shape and out.dtype == hidden.dtype
+        torch.testing.assert_close(out.cpu().double(), want, rtol=2e-5, atol=2e-5)
+        worst = max(worst, (out.cpu().double() - want).abs().max().item() if rows else 0.0)
     return worst
 
 
@@ -292,7 +299,7 @@ def new_group(attention: int = 1, ffn: int = 1, placement: str = "sharded", **op
 @contextlib.contextmanager
 def local_group(attention: int = 1, ffn: int = 1, placement: str = "sharded", **options: Any) -> Iterator[Any]:
     """Both roles as threads of this process: yields (servers, connect), where connect(rank) attaches a session."""
-    spec = options.pop("spec", SPEC)
+    spec, device = options.pop("spec", SPEC), options.pop("device", "cpu")
     base = {"num_attention_ranks": attention, "num_ffn_ranks": ffn, "placement": placement, "fabric": "local",
             "max_batch_tokens": 16, "attach_timeout_s": 10.0, "reply_timeout_s": 10.0, "port": 0,
             **options}  # fmt: skip
@@ -302,14 +309,14 @@ def local_group(attention: int = 1, ffn: int = 1, placement: str = "sharded", **
 
     def connect(rank: int = 0) -> AttentionSession:
         config = AFDConfig(role="attention", **base)
-        sessions.append(AttentionSession.connect(config, rank, spec, fingerprint_extra={}))
+        sessions.append(AttentionSession.connect(config, rank, spec, device=device, fingerprint_extra={}))
         return sessions[-1]
 
     try:
         for rank in range(ffn):
             config = AFDConfig(role="ffn", **base)
-            bank = Bank(spec, placement_of(config, spec).local_experts(rank))
-            servers.append(FFNServer(config, rank, spec, bank, fingerprint_extra={}))
+            bank = Bank(spec, placement_of(config, spec).local_experts(rank), device=device)
+            servers.append(FFNServer(config, rank, spec, bank, device=device, fingerprint_extra={}))
             servers[-1].start()
             base["port"] = servers[0].port
             threads.append(threading.Thread(target=servers[-1].serve_forever, daemon=True))

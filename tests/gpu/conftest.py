@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests that need a GPU."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in (i for i in items if Path(__file__).parent in i.path.parents):
+            item.add_marker(pytest.mark.skip(reason="no GPU"))
