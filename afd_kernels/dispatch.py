@@ -99,8 +99,8 @@ def _plan_count_kernel(
 
 @triton.jit(do_not_specialize=["num_blocks", "num_tokens", "layer"])
 def _plan_scan_kernel(
-    counts_ptr, starts_ptr, slots_ptr, lane_ptr, num_blocks, num_tokens, NB, D, E_LOCAL, offsets_at, layer,
-    BLOCKS: tl.constexpr, E_PAD: tl.constexpr, LOCAL: tl.constexpr,
+    counts_ptr, starts_ptr, slots_ptr, lane_ptr, sent_ptr, num_blocks, num_tokens, NB, D, E_LOCAL, offsets_at, layer,
+    BLOCKS: tl.constexpr, E_PAD: tl.constexpr, LOCAL: tl.constexpr, HAS_SENT: tl.constexpr,
 ):  # fmt: skip
     # one program per peer: exclusive scan over blocks for each of its experts and for its rows, in place
     d = tl.program_id(0)
@@ -122,6 +122,8 @@ def _plan_scan_kernel(
     tl.store(starts_ptr + d * E_LOCAL + offs_e, starts, mask=offs_e < E_LOCAL)
     pairs = tl.sum(totals, axis=0)
     online = _is_online(lane_ptr, LOCAL)
+    if HAS_SENT:
+        tl.store(sent_ptr + d, tl.load(sent_ptr + d) + tl.where(online, rows, 0))
     slot = slot_address(slots_ptr, d, LOCAL)
     offsets = (slot + offsets_at).to(tl.pointer_type(tl.int32))
     tl.store(offsets + offs_e, starts, mask=offs_e < tl.where(online, E_LOCAL + 1, 0))
@@ -212,6 +214,7 @@ def dispatch(
     lane: torch.Tensor,
     layer: int = 0,
     row_map: torch.Tensor | None = None,
+    sent: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sends each token's row, pairs and weights to the peers that compute its experts, and publishes.
@@ -219,10 +222,9 @@ def dispatch(
     x: [M, H] of ``layout.dtype``, last dimension contiguous. topk_ids: int32[M, k], -1 is an expert that is nowhere.
     topk_weights: float32[M, k]. expert_bucket: int32[E], ``peer * layout.num_experts + local expert`` (-1: nowhere).
     slots: int64[D], addresses of the peers' request slots, written. lane: int64[8]; offline sends and publishes
-    nothing;
-    rows past ``lane[ROWS]`` are not sent. layer: written into the header.
+    nothing; rows past ``lane[ROWS]`` are not sent. layer: written into the header.
     row_map: int32[D, M], written: row of each token in each peer's message, -1 where it was not sent; ``combine``
-    needs it.
+    needs it. sent: int64[D], the rows sent to each peer are added to it.
     workspace: uint8[``dispatch_workspace``(M, layout, D)], zeroed once. Returns row_map.
 
     The host writes nothing to a slot when M is over ``layout.cap_rows``: it raises first.
@@ -233,12 +235,14 @@ def dispatch(
         row_map = torch.empty(num_peers, num_tokens, dtype=torch.int32, device=x.device)
     check_tensor("row_map", row_map, shape=(num_peers, num_tokens), dtypes=(torch.int32,), like=x)
     check(row_map.is_contiguous(), "row_map is not contiguous; allowed: contiguous int32[D, M]")
+    if sent is not None:
+        check_tensor("sent", sent, shape=(num_peers,), dtypes=(torch.int64,), like=x)
     if runs_kernel(x):
         nbytes = dispatch_workspace(num_tokens, layout, num_peers)
         workspace = workspace_for(workspace, nbytes, x.device, "dispatch_workspace")
     else:
         workspace = torch.empty(0, dtype=torch.uint8)
-    args = (x, topk_ids, topk_weights, expert_bucket, slots, lane, row_map, workspace, layout.num_experts,
+    args = (x, topk_ids, topk_weights, expert_bucket, slots, lane, row_map, sent, workspace, layout.num_experts,
             layout.cap_rows, layer)  # fmt: skip
     (_dispatch_op if is_tracing() else _dispatch)(*args)
     return row_map
@@ -261,7 +265,7 @@ def _carve(carver: Carver, num_tokens: int, top_k: int, num_experts: int, num_pe
 def launch_plan(
     topk_ids: torch.Tensor, topk_weights: torch.Tensor, bucket: torch.Tensor, slots: torch.Tensor, lane: torch.Tensor,
     row_map: torch.Tensor, counts: torch.Tensor, starts: torch.Tensor, layout: MessageLayout, num_peers: int,
-    layer: int, *, local: bool,
+    layer: int, *, local: bool, sent: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """The three plan kernels. local: ``slots`` is the memory of the one slot itself, and row i is token i."""
     num_tokens, top_k = topk_ids.shape
@@ -283,9 +287,9 @@ def launch_plan(
     )
     e_pad = triton.next_power_of_2(layout.num_experts + 1)
     _plan_scan_kernel[(num_peers,)](
-        counts, starts, slots, lane, blocks, num_tokens, buckets, num_peers, layout.num_experts,
+        counts, starts, slots, lane, sent, blocks, num_tokens, buckets, num_peers, layout.num_experts,
         layout.offset("expert_offsets"), layer, BLOCKS=max(1, 4096 // e_pad), E_PAD=e_pad, LOCAL=local,
-        enable_fp_fusion=True,
+        HAS_SENT=sent is not None, enable_fp_fusion=True,
     )  # fmt: skip
     _plan_write_kernel[(blocks,)](
         topk_ids, topk_weights, bucket, lane, counts, starts, slots, row_map, *sizes, layout.offset("pairs"),
@@ -295,19 +299,19 @@ def launch_plan(
 
 def _dispatch(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_bucket: torch.Tensor,
-    slots: torch.Tensor, lane: torch.Tensor, row_map: torch.Tensor, workspace: torch.Tensor, num_experts: int,
-    cap_rows: int, layer: int,
+    slots: torch.Tensor, lane: torch.Tensor, row_map: torch.Tensor, sent: torch.Tensor | None,
+    workspace: torch.Tensor, num_experts: int, cap_rows: int, layer: int,
 ) -> None:  # fmt: skip
     num_tokens, hidden_size = x.shape
     num_peers = slots.numel()
     layout = MessageLayout(num_experts, cap_rows, topk_ids.shape[1], hidden_size, x.dtype)
     if not runs_kernel(x):
         dispatch_ref(x, topk_ids, topk_weights, expert_bucket=expert_bucket, slots=slots, layout=layout, lane=lane,
-                     layer=layer, row_map=row_map)  # fmt: skip
+                     layer=layer, row_map=row_map, sent=sent)  # fmt: skip
         return
     counter, starts, counts = _carve(Carver(workspace), num_tokens, layout.top_k, num_experts, num_peers)
     launch_plan(topk_ids, topk_weights, expert_bucket, slots, lane, row_map, counts, starts, layout, num_peers, layer,
-                local=False)  # fmt: skip
+                local=False, sent=sent)  # fmt: skip
     block_h = min(2048, triton.next_power_of_2(hidden_size))
     grid = max(1, min(num_tokens * triton.cdiv(hidden_size, block_h), 1024))
     _pack_kernel[(grid,)](
@@ -318,7 +322,7 @@ def _dispatch(
 
 @reference
 def dispatch_ref(
-    x, topk_ids, topk_weights, *, expert_bucket, slots, layout, lane, layer=0, row_map=None, workspace=None
+    x, topk_ids, topk_weights, *, expert_bucket, slots, layout, lane, layer=0, row_map=None, sent=None, workspace=None
 ):
     """Plain-torch ``dispatch``. Slot addresses are those of memory on x's device."""
     num_tokens, top_k = topk_ids.shape
@@ -339,6 +343,8 @@ def dispatch_ref(
         tokens = here.any(1).nonzero().squeeze(1)
         rows = tokens.numel()
         row_map[peer, tokens] = torch.arange(rows, dtype=torch.int32, device=x.device)
+        if sent is not None:
+            sent[peer] += rows
         _write_pairs(message, here[tokens], bucket[tokens] - first, layout.num_experts)
         message.weights[:rows] = torch.where(here[tokens], weights[tokens], 0.0)
         message.rows[:rows] = x[tokens]
@@ -390,4 +396,4 @@ def _check_dispatch(x, topk_ids, topk_weights, expert_bucket, slots, layout, lan
     check_lanes(lane, slots, one=True)
 
 
-_dispatch_op = register("dispatch", _dispatch, mutates=("row_map", "workspace"))
+_dispatch_op = register("dispatch", _dispatch, mutates=("row_map", "sent", "workspace"))

@@ -99,8 +99,8 @@ class GPUFFNModelRunner:
     def _replay_stages(self, dp_metadata_list: Mapping[int, AFDDPMetadata]) -> None:
         side = self.connector.ffn  # type: ignore[attr-defined]
         for stage in dp_metadata_list:
-            self.stage_graphs[stage].replay(side.step_rows(stage))
             self.replays += 1
+            self.stage_graphs[stage].replay(side.step_rows(stage))
         for stage in dp_metadata_list:
             side.finish_step(stage)
 

@@ -91,8 +91,8 @@ class StageGraphs:
         bound = next((bound for bound in self.classes if rows <= bound), None)
         if bound is None:
             raise AFDCapacityError(f"the step has {rows} rows; the largest size class holds {self.classes[-1]}")
-        self.graphs[bound].replay()
         self.replays[bound] += 1
+        self.graphs[bound].replay()
 
     def _new_arena(self) -> Arena:
         side, bound = self.side, self.classes[-1]

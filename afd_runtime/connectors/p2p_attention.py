@@ -111,7 +111,6 @@ class AttentionSide(AFDControlPlane):
                 weights = torch.zeros(rows, request.top_k, dtype=torch.float32, device=device)
                 row_map = self._dispatch(lane, hidden, ids, weights, layer=0)
                 self._wait(lane)
-                lane.sent[0] += (row_map >= 0).sum(dim=1)
                 afd_kernels.combine(lane.reply_slots, row_map, self.layout.reply, lane.state, dtype=request.dtype)
         torch.cuda.synchronize(device)
 
@@ -120,7 +119,7 @@ class AttentionSide(AFDControlPlane):
     ) -> torch.Tensor:
         return afd_kernels.dispatch(
             hidden, ids, weights, expert_bucket=self.expert_bucket, slots=lane.slots, layout=self.layout.request,
-            lane=lane.state, layer=layer, workspace=lane.workspace,
+            lane=lane.state, layer=layer, sent=lane.sent[lane.layer_index], workspace=lane.workspace,
         )  # fmt: skip
 
     def _wait(self, lane: Lane) -> None:
@@ -257,7 +256,7 @@ class AttentionSide(AFDControlPlane):
         out = torch.empty_like(ref_tensor, memory_format=torch.contiguous_format)
         row_map, lane.row_map = lane.row_map, None
         afd_kernels.combine(lane.reply_slots, row_map, self.layout.reply, lane.state, out=out)
-        self._count(layer_idx, lane, row_map, waited)
+        self._count(layer_idx, lane, waited)
         lane.layer_index += 1
         return out
 
@@ -290,11 +289,10 @@ class AttentionSide(AFDControlPlane):
             self.abort_step(str(error), stage)
             raise
 
-    def _count(self, layer_idx: int, lane: Lane, row_map: torch.Tensor, waited: float) -> None:
+    def _count(self, layer_idx: int, lane: Lane, waited: float) -> None:
         stats = self.stats[layer_idx]
         stats.exchanges, stats.wait_s = stats.exchanges + 1, stats.wait_s + waited
         stats.rows += lane.rows or 0
-        lane.sent[lane.layer_index] += (row_map >= 0).sum(dim=1)
 
     def layer_stats(self) -> dict[int, LayerStats]:
         """The sums by layer. Reads the device's counters."""

@@ -245,7 +245,7 @@ def test_more_rows_than_announced_are_refused(launches):
 
 
 def test_rows_past_the_bound_of_a_size_class_are_refused(launches):
-    """The schedule is for 10 rows of all lanes together; the lanes that pass it are refused, those before are served."""
+    """The schedule has a bound of all lanes together; the lanes that pass it are refused, those before are served."""
     world = sent([4, 5, 3], 8, 2)
     rows = [int(world.message(0, a).header[Header.ROWS]) for a in range(3)]
     schedule = new_schedule(3, world.layout, block_m=16, device=torch.device(DEVICE), max_rows=rows[0] + rows[1])

@@ -298,3 +298,19 @@ def test_single_slot_addresses(launches):
         want, _ = expected(layout, before, *args, peer, word=(1, 1, 0), layer=0, rows=4)
         same_message(layout, slot.cpu(), want, "kernel")
     launches.expect(*PLAN)
+
+
+def test_rows_sent_are_counted(launches):
+    """They add up over dispatches; a lane that is offline adds nothing."""
+    world = World(2, 1, MessageLayout(4, 9, 2, 8, torch.float32))
+    size, bucket = blocks(8, 2)
+    sent, total = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.zeros(2, dtype=torch.int64)
+    for seed, rows in enumerate((9, 0, 4)):
+        world.begin([rows], step=seed)
+        x, ids, weights = (t.to(DEVICE) for t in routed(9, 8, 2, 8, torch.float32, seed=seed))
+        row_map = world.send(0, x, ids, weights, bucket, sent=sent)
+        total += (row_map >= 0).sum(1).cpu()
+    world.begin([5], modes=[MODE_OFFLINE])
+    world.send(0, x, ids, weights, bucket, sent=sent)
+    assert sent.tolist() == total.tolist() and total.sum() > 0
+    launches.expect("_plan_scan_kernel")

@@ -440,7 +440,7 @@ SIGNATURES = {
     "arrival": "slots, lanes, layout, *, block_m=None, schedule=None, layer=-1, status=None",
     "begin_step": "lane, *, session, step, rows, mode=1",
     "combine": "reply_slots, row_map, layout, lane, *, out=None, dtype=None",
-    "dispatch": "x, topk_ids, topk_weights, *, expert_bucket, slots, layout, lane, layer=0, row_map=None, "
+    "dispatch": "x, topk_ids, topk_weights, *, expert_bucket, slots, layout, lane, layer=0, row_map=None, sent=None, "
     "workspace=None",
     "StepMember": "lane, slot, reply_slot, session, step, rows",
     "enter_step": "slots, reply_slots, lanes, members",
@@ -454,8 +454,7 @@ SIGNATURES = {
     "fused_moe": "hidden_states, gate_weight, w_up, w_down, *, top_k, scoring='softmax', gate_bias=None, "
     "selection_bias=None, num_groups=1, topk_groups=1, renormalize=False, scale=1.0, "
     "activation=SwiGLU(), b_up=None, b_down=None, out=None",
-    "new_schedule": "num_lanes, layout, *, block_m, device, row_stride=None, max_rows=None, "
-    "workspace=None",
+    "new_schedule": "num_lanes, layout, *, block_m, device, row_stride=None, max_rows=None, workspace=None",
     "pick": "op, rows_per_expert, dtype, *, gpu='default', shared_memory=101376",
     "pick_experts": "num_pairs, num_experts, dtype, device, *, block_m=None",
     "reply": "y, schedule, reply_slots, lanes, layout, *, workspace=None",

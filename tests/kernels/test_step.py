@@ -16,7 +16,9 @@ def tables(lanes: int, device=DEVICE) -> tuple[torch.Tensor, ...]:
 
 
 def member(index: int) -> StepMember:
-    return StepMember(index, (1 << 46) + 4096 * index, (1 << 45) + 128 * index, 1 + 1900 * index, (1 << 31) + index, index)
+    return StepMember(
+        index, (1 << 46) + 4096 * index, (1 << 45) + 128 * index, 1 + 1900 * index, (1 << 31) + index, index
+    )
 
 
 @pytest.mark.parametrize(
