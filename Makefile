@@ -18,7 +18,7 @@ WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help venv install demo test test-gpu lint format typecheck wheel-check matrix clean
+.PHONY: help venv install demo test test-gpu lint format typecheck model wheel-check matrix clean
 
 help:
 	@echo "make demo         three small models, one attention and two FFN processes each, checked against the whole model"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-gpu     the tests that need a GPU"
 	@echo "make lint         ruff check and ruff format --check;  make format rewrites"
 	@echo "make typecheck    mypy"
+	@echo "make model        search the exchange protocol with spin (needs spin and gcc: apt-get install -y spin gcc)"
 	@echo "make wheel-check  build the wheel and try it beside torch and triton alone"
 	@echo "make matrix       the CPU tests on the oldest and the newest supported versions, one environment each"
 
@@ -70,6 +71,9 @@ format: install
 
 typecheck: install
 	$(PY) -m mypy
+
+model: $(VENV)/bin/python
+	$(PY) models/check.py
 
 wheel-check: install
 	$(PY) -m pytest tests/test_packaging.py -ra $(PYTEST_ARGS)
