@@ -105,10 +105,11 @@ class LaneTable:
 
     def drop(self, stage: int, attention_rank: int, reason: str, layer: int | None) -> None:
         """Takes a lane out of the active step and tells its attention rank why."""
-        lane, participant = self._active[stage].members.pop(attention_rank)
-        if lane.lost is not None:
-            self._free(lane)
+        step = self._active[stage]
+        if step.has_left(attention_rank):  # an abort or a loss came first: it is what the peer waits to see confirmed
+            self._remove(step, attention_rank)
             return
+        lane, participant = step.members.pop(attention_rank)
         lane.given_up[stage] = max(lane.given_up[stage], participant.lane_step)
         self._send(lane.link, Abort(stage, participant.lane_step, reason, layer))
 
@@ -143,9 +144,10 @@ class LaneTable:
         logger.info("%s: attention rank %d left: %s", self.name, lane.attention_rank, reason)
 
     def _remove(self, step: ActiveStep, attention_rank: int) -> str:
-        lane, participant = step.members.pop(attention_rank)
+        lane, _ = step.members.pop(attention_rank)
         if lane.lost is None:
-            self._send(lane.link, Aborted(step.order.stage, participant.lane_step))
+            # the newest step it gave up: it may have given up the next one too before the loop let go of this one
+            self._send(lane.link, Aborted(step.order.stage, lane.given_up[step.order.stage]))
             return "gave the step up"
         self._free(lane)
         return lane.lost
