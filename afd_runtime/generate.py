@@ -187,7 +187,7 @@ def _check(
 ) -> CheckReport:
     logits: dict[int, torch.Tensor] = {}
     for path in run_dir.glob("logits-*.pt"):
-        logits |= torch.load(path, weights_only=True)
+        logits |= torch.load(path, weights_only=True, map_location="cpu")
     divided = {p.index: Generated(p.token_ids, logits[p.index]) for p in prompts}
     prompt_ids = [prompt.prompt_ids for prompt in prompts]
     with ProcessGroup(forward_stderr=request.verbose) as group:

@@ -68,9 +68,9 @@ class StageGraphs:
         """Captures the classes that are missing. No peer takes part: every lane is offline."""
         if self.arena is None:
             self.arena = self._new_arena()
-        tables = self.side.tables[self.stage]
-        afd_kernels.enter_step(tables.slots, tables.reply_slots, tables.lanes, [])
         stream = torch.cuda.Stream(self.side.device)
+        with torch.cuda.stream(stream):
+            self._warm_up_enter()
         for bound in self.classes:
             if bound in self.graphs:
                 continue
@@ -80,8 +80,20 @@ class StageGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self._serve(bound)
+            with torch.cuda.stream(stream):
+                graph.replay()  # uploads it
+                stream.synchronize()
             self.graphs[bound] = graph
         logger.info("stage %d: graphs for %s rows, arena %d bytes", self.stage, self.classes, self.arena.nbytes)
+
+    def _warm_up_enter(self) -> None:
+        """Launches the kernel that enters a step, then takes everybody out again: a first launch loads its code, which
+        waits for every kernel that runs, and in a step some kernel waits for this one."""
+        tables = self.side.tables[self.stage]
+        arguments = tables.slots, tables.reply_slots, tables.lanes
+        far = 1 << 40  # the values of a launch must have the width of addresses; nothing reads them
+        afd_kernels.enter_step(*arguments, [afd_kernels.StepMember(0, far, far, 1, 0, 0)])
+        afd_kernels.enter_step(*arguments, [])
 
     def replay(self, rows: int) -> None:
         """Launches the smallest class that holds ``rows``, on the current stream.

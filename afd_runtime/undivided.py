@@ -46,5 +46,5 @@ def run_undivided(
     child = group.start(name, python_script(Path(_greedy.__file__), *flags), runs_to_end=True)
     display.note(name, f"in a process of its own, prompts: {len(prompt_ids)}")
     follow(group, [child], display)
-    saved = torch.load(out, weights_only=True)
+    saved = torch.load(out, weights_only=True, map_location="cpu")
     return saved["ids"], saved["logits"]

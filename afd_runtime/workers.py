@@ -100,11 +100,14 @@ def model_dtype(name: str, spec: ModelSpec) -> torch.dtype:
 
 
 def refuse_device(device: str) -> None:
-    """Raises ``AFDConfigError`` for a device whose exchange does not exist."""
-    if device != "cpu":
+    """Raises ``AFDConfigError`` for a device that is not there or has no exchange."""
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise AFDConfigError(f"device is {device!r}; allowed: 'cpu', 'cuda', 'cuda:INDEX'")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise AFDConfigError(
-            f"device is {device!r}; allowed: 'cpu'; the exchange between processes on GPUs is not there yet: leave "
-            "--device out"
+            f"device is {device!r}, and torch sees {torch.cuda.device_count()} GPUs; use --device cpu, or install a "
+            "torch that fits the driver"
         )
 
 
