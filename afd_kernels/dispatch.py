@@ -97,7 +97,7 @@ def _plan_count_kernel(
         tl.store(out + NB + d, tl.sum(sent, axis=0))
 
 
-@triton.jit(do_not_specialize=["num_blocks", "num_tokens", "layer"])
+@triton.jit(do_not_specialize=["num_blocks", "num_tokens", "layer"], do_not_specialize_on_alignment=["sent_ptr"])
 def _plan_scan_kernel(
     counts_ptr, starts_ptr, slots_ptr, lane_ptr, sent_ptr, num_blocks, num_tokens, NB, D, E_LOCAL, offsets_at, layer,
     BLOCKS: tl.constexpr, E_PAD: tl.constexpr, LOCAL: tl.constexpr, HAS_SENT: tl.constexpr,

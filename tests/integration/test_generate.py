@@ -110,8 +110,8 @@ def test_text_prompt_with_the_checkpoints_tokenizer(checkpoint: Callable, afd, t
 
 
 REFUSALS = [
-    (["--device=cuda:99"], "device is .cuda:99., and torch sees"),
-    (["--device=tpu"], "allowed: .cpu., .cuda., .cuda:INDEX."),
+    (["--device=cuda:99"], "device is 'cuda:99', and torch sees"),
+    (["--device=tpu"], "allowed: 'cpu', 'cuda', 'cuda:INDEX'"),
     (["--placement=replicated", "--ffn-ranks=2"], "placement='replicated'"),
     (["--prompt=hello"], "--prompt-ids 1,2,3"),
     (["--prompt-ids=1,99999"], "99999"),
