@@ -147,7 +147,7 @@ def test_no_checkpoint_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
 
 
 def test_refusal_as_a_process(checkpoint: Callable, afd) -> None:
-    done = afd.run("generate", checkpoint("qwen3_moe"), *SHORT, "--device=cuda")
+    done = afd.run("generate", checkpoint("qwen3_moe"), *SHORT, "--device=tpu")
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
 
 
