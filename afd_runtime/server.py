@@ -154,10 +154,13 @@ class FFNServer:
         )
 
     def _stream(self) -> contextlib.AbstractContextManager:
-        """A stream of its own: a wait of the other side on a shared stream would hold this side's kernels back."""
+        """A stream of its own: a wait of the other side on a shared stream would hold this side's kernels back.
+
+        torch hands out 32 streams of each priority in turn; engines take theirs from those of the default priority.
+        """
         if self.device.type != "cuda":
             return contextlib.nullcontext()
-        return torch.cuda.stream(torch.cuda.Stream(self.device))
+        return torch.cuda.stream(torch.cuda.Stream(self.device, priority=-1))
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

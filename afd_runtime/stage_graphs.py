@@ -68,7 +68,7 @@ class StageGraphs:
         """Captures the classes that are missing. No peer takes part: every lane is offline."""
         if self.arena is None:
             self.arena = self._new_arena()
-        stream = torch.cuda.Stream(self.side.device)
+        stream = torch.cuda.Stream(self.side.device, priority=-1)
         with torch.cuda.stream(stream):
             self._warm_up_enter()
         for bound in self.classes:

@@ -211,21 +211,29 @@ class LocalFabric(Fabric):
 
     name = "local"
     _lock = threading.Lock()
+    _streams: dict[torch.device, torch.cuda.Stream] = {}
     _windows: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def allocate(self, nbytes: int) -> Window:
-        with torch.cuda.stream(self._stream):  # of its own, so that a kernel that waits holds nothing up
+        stream = self._stream()
+        with torch.cuda.stream(stream):
             buffer = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        if self._stream is not None:
-            self._stream.synchronize()
+        if stream is not None:
+            stream.synchronize()
         with self._lock:
             window = Window(buffer, LocalHandle(os.getpid(), buffer.data_ptr(), nbytes))
             self._windows[buffer.data_ptr()] = window
         return window
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        """One for all windows of a device, so that a kernel that waits on another stream holds nothing up."""
+        if self.device.type != "cuda":
+            return None
+        with self._lock:
+            return self._streams.setdefault(self.device, torch.cuda.Stream(self.device, priority=-1))
 
     def open(self, handle: WindowHandle, nbytes: int) -> Window:
         local = self._checked(handle, LocalHandle, nbytes)

@@ -10,6 +10,8 @@ import torch
 
 # one process plays both roles here: a kernel's first launch must not wait for a kernel that waits for a peer
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+# and no two streams may share a hardware queue: the kernel behind a waiting one would be the one it waits for
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 
 
