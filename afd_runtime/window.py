@@ -233,7 +233,9 @@ class LocalFabric(Fabric):
         if self.device.type != "cuda":
             return None
         with self._lock:
-            return self._streams.setdefault(self.device, torch.cuda.Stream(self.device, priority=-1))
+            if self.device not in self._streams:
+                self._streams[self.device] = torch.cuda.Stream(self.device, priority=-1)
+            return self._streams[self.device]
 
     def open(self, handle: WindowHandle, nbytes: int) -> Window:
         local = self._checked(handle, LocalHandle, nbytes)
