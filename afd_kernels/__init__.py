@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused Triton kernels for Mixture-of-Experts layers, whole or split between attention and FFN ranks.
 
-Everything exported here is public. Importing this package touches no GPU.
+Everything exported here is public. Importing this package touches no GPU. A wrong argument raises ``ValueError``, which
+names it and says what is allowed (``TypeError`` where it is no tensor).
 """
 
 from afd_kernels.arrival import ExpertSchedule, arrival, new_schedule, schedule_bytes

@@ -24,14 +24,15 @@ def runs_kernel(tensor: torch.Tensor) -> bool:
 
 
 def is_tracing() -> bool:
-    """True inside ``torch.compile``: only then the registered op is used; an eager call goes straight to the
-    launcher."""
+    """True inside ``torch.compile``: only there the registered op is used; eager calls go straight to the launcher."""
     return torch.compiler.is_compiling()
 
 
 def reference(function: Callable) -> Callable:
-    """Marks a plain-torch reference. With ``AFD_FORBID_REFERENCE=1`` it refuses CUDA tensors: a GPU run that falls
-    back to it would pass every comparison and prove nothing."""
+    """Marks a plain-torch reference, which refuses CUDA tensors under ``AFD_FORBID_REFERENCE=1``.
+
+    A GPU run that falls back to the reference would pass every comparison and prove nothing.
+    """
 
     @functools.wraps(function)
     def wrapper(*args, **kwargs):
@@ -55,8 +56,10 @@ def register(name: str, implementation: Callable, mutates: Sequence[str]) -> Cal
 
 
 def check(condition: bool, message: str) -> None:
-    """Raises ``ValueError(message)`` unless ``condition``. The message names argument, value, what is allowed, next
-    step."""
+    """Raises ``ValueError(message)`` unless ``condition``.
+
+    The message names the argument, its value, what is allowed and what to do next.
+    """
     if not condition:
         raise ValueError(message)
 

@@ -56,8 +56,11 @@ class SwiGLU:
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Launch configuration of one grouped GEMM. block_n: output columns of a tile. group_m: row tiles that share
-    weights."""
+    """Launch configuration of one grouped GEMM.
+
+    block_m, block_n, block_k: rows and output columns of a tile, and the depth of one step of its sum.
+    group_m: row tiles that share weights.
+    """
 
     block_m: int
     block_n: int
@@ -67,8 +70,7 @@ class GemmConfig:
     group_m: int = 8
 
     def shared_memory(self, itemsize: int, weight_blocks: int) -> int:
-        """Bytes of shared memory that the software pipeline needs; weight_blocks: weight tiles per row tile (2:
-        gate and up)."""
+        """Bytes of shared memory that the pipeline needs. weight_blocks: weight tiles per row tile (2: gate and up)."""
         rows = self.block_m + weight_blocks * self.block_n
         # wgmma reads its tiles while the next load is under way: one buffer more than with mma
         buffers = self.num_stages if self.block_m >= 64 and itemsize == 2 else max(1, self.num_stages - 1)
@@ -335,8 +337,10 @@ def experts_workspace(schedule: ExpertSchedule, intermediate_size: int) -> int:
 def pick_experts(
     num_pairs: int, num_experts: int, dtype: torch.dtype, device: torch.device, *, block_m: int | None = None
 ) -> tuple[GemmConfig, GemmConfig]:
-    """Configurations of both GEMMs for at most ``num_pairs`` pairs over ``num_experts`` experts; both have one
-    block_m, the given one where there is one."""
+    """Configurations of both GEMMs for at most ``num_pairs`` pairs over ``num_experts`` experts.
+
+    Both have the same block_m: the given one where there is one.
+    """
     rows, shared_memory = num_pairs / max(1, num_experts), _limits(device)[1]
     up, down = (pick_for(op, rows, dtype, device) for op in ("experts_up", "experts_down"))
     block_m = block_m or min(up.block_m, down.block_m)
@@ -421,8 +425,7 @@ def experts_ref(schedule, w_up, w_down, b_up, b_down, y, top_k, row_stride, acti
 
 @reference
 def expert_ref(x, w_up, w_down, b_up, b_down, activation):
-    """One expert on rows x [N, H]: fp32 accumulation, activations rounded to the rows' dtype as the kernel rounds
-    them."""
+    """One expert on rows x [N, H]: fp32 sums, activations rounded to the rows' dtype as in the kernel."""
     up = x.float() @ w_up.float().t()
     if b_up is not None:
         up = up + b_up.float()

@@ -43,13 +43,13 @@ def fused_experts(
 ) -> torch.Tensor:
     """The experts of one MoE layer: for each token the weighted sum of its experts' outputs.
 
-    x: [M, H] fp32, fp16 or bf16, last dimension contiguous. w_up: [E, 2I, H], w_down: [E, H, I], dtype of x, any
-    strides.
+    x: [M, H] fp32, fp16 or bf16, last dimension contiguous.
+    w_up: [E, 2I, H], w_down: [E, H, I], dtype of x, any strides. ``activation`` says how gate and up lie along 2I.
     topk_weights: float32[M, k]. topk_ids: int32[M, k]; an id outside 0 … E-1 (-1: not on this rank) and a weight of 0
     contribute nothing. b_up: [E, 2I], b_down: [E, H]. out: [M, H], every row written.
-    workspace: uint8[``fused_experts_workspace``], zeroed once. A row's result does not depend on the other rows, as
-    long
-    as M stays in one size class of the launch table. Returns out.
+    workspace: uint8[``fused_experts_workspace``], zeroed once. Returns out.
+
+    A row's result does not depend on the other rows, as long as M stays in one size class of the launch table.
     """
     _check_fused(x, w_up, w_down, topk_weights, topk_ids, b_up, b_down)
     if out is None:
@@ -82,8 +82,7 @@ def fused_moe(
     b_down: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One whole MoE layer: ``route``, then ``fused_experts``. Arguments and result as theirs; shared experts are
-    not here."""
+    """One whole MoE layer without shared experts: ``route``, then ``fused_experts``. Arguments and result as theirs."""
     weights, ids = route(
         hidden_states, gate_weight, top_k=top_k, scoring=scoring, gate_bias=gate_bias, selection_bias=selection_bias,
         num_groups=num_groups, topk_groups=topk_groups, renormalize=renormalize, scale=scale,

@@ -178,6 +178,7 @@ def route(
     """Gate and top-k: which experts each token goes to, and with what weight.
 
     hidden_states: [M, H] fp32, fp16 or bf16, last dimension contiguous. gate_weight: [E, H] of the same dtype or fp32.
+    scoring: what turns logits into scores, "softmax", "sigmoid" or "sqrt_softplus".
     gate_bias: [E], added to the logits (gpt-oss). selection_bias: [E], added to the scores for the selection only.
     num_groups, topk_groups: experts outside the ``topk_groups`` best of ``num_groups`` equal groups are not eligible. A
     group scores the sum of its two best biased scores, or its best where there is no selection bias.
@@ -209,7 +210,10 @@ def top_k_from_logits(
     scale: float = 1.0,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The second half of ``route``: logits [M, E] (fp32, fp16 or bf16, last dimension contiguous) → (weights, ids)."""
+    """The second half of ``route``: logits [M, E] (fp32, fp16 or bf16, last dimension contiguous) → (weights, ids).
+
+    All other arguments and the result are those of ``route``.
+    """
     check_tensor("logits", logits, shape=(None, None), dtypes=_FLOATS, like=logits)
     check(logits.stride(-1) == 1, f"logits has strides {logits.stride()}; allowed: last 1; call .contiguous()")
     _check_top_k(logits.shape[1], top_k, scoring, selection_bias, num_groups, topk_groups, logits)
@@ -302,8 +306,7 @@ def route_ref(
 def top_k_from_logits_ref(
     logits, *, top_k, scoring="softmax", selection_bias=None, num_groups=1, topk_groups=1, renormalize=False, scale=1.0
 ):
-    """Plain-torch ``top_k_from_logits``. The order is that of a stable descending sort: ``torch.topk`` promises no
-    ties."""
+    """Plain-torch ``top_k_from_logits``, by a stable descending sort: ``torch.topk`` promises no order of ties."""
     logits = logits.float()
     valid = ~logits.isnan()
     finite = logits.clamp(-torch.finfo(torch.float32).max, torch.finfo(torch.float32).max)

@@ -90,8 +90,7 @@ def _global_timer():
 
 @triton.jit
 def arrive_last(counter_ptr, num_programs):
-    """Block barrier, then a gpu-scope acq_rel arrival; True in the last program of the grid, which resets the
-    counter."""
+    """Block barrier, then a gpu-scope acq_rel arrival; True in the grid's last program, which resets the counter."""
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
     last = arrived == num_programs - 1
@@ -208,8 +207,7 @@ _ORDER = threading.Lock()
 
 
 def host_fence() -> None:
-    """Orders this thread's memory accesses: a lock's acquire and release are barriers on every CPU that Python runs
-    on."""
+    """Orders this thread's memory accesses: taking and releasing a lock is a barrier on every CPU that runs Python."""
     with _ORDER:
         pass
 

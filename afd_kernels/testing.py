@@ -12,8 +12,7 @@ from afd_kernels.experts import SwiGLU
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Two limits together: largest error and root mean square error, each over the reference's largest absolute
-    value."""
+    """Largest error and root mean square error allowed, each relative to the reference's largest absolute value."""
 
     max_relative: float
     rms: float
@@ -30,8 +29,10 @@ TOLERANCES = {
 def assert_close(
     actual: torch.Tensor, expected: torch.Tensor, *, dtype: torch.dtype | None = None, what: str = ""
 ) -> None:
-    """Raises ``AssertionError`` unless ``actual`` is within the tolerance of its dtype of ``expected``. NaN never
-    passes."""
+    """Raises ``AssertionError`` unless ``actual`` is close to ``expected``. NaN never passes.
+
+    dtype: whose entry of ``TOLERANCES`` holds (default: that of ``actual``). what: begins the message.
+    """
     if actual.shape != expected.shape:
         raise AssertionError(f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
     if actual.numel() == 0:
@@ -98,8 +99,7 @@ def moe_oracle(
     x: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *,
     activation: SwiGLU = SwiGLU(), b_up: torch.Tensor | None = None, b_down: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The formula of a MoE layer, token by token, in fp64 on the CPU. Shares no code with the ops or their
-    references."""
+    """The formula of a MoE layer, token by token, in fp64 on the CPU; shares no code with ops or references."""
     x, w_up, w_down = (t.detach().cpu().double() for t in (x, w_up, w_down))
     out = torch.zeros_like(x)
     intermediate = w_down.shape[2]

@@ -87,8 +87,11 @@ class StageGraphs:
         logger.info("stage %d: graphs for %s rows, arena %d bytes", self.stage, self.classes, self.arena.nbytes)
 
     def _warm_up_enter(self) -> None:
-        """Launches the kernel that enters a step, then takes everybody out again: a first launch loads its code, which
-        waits for every kernel that runs, and in a step some kernel waits for this one."""
+        """Launches the kernel that enters a step, then takes everybody out again.
+
+        A first launch loads its code, which waits for every kernel that runs, and in a step some kernel waits for
+        this one.
+        """
         tables = self.side.tables[self.stage]
         arguments = tables.slots, tables.reply_slots, tables.lanes
         far = 1 << 40  # the values of a launch must have the width of addresses; nothing reads them

@@ -48,7 +48,7 @@ class CudaMemory:
         self.device, self.address, self.nbytes, self._mapped = device, address, nbytes, mapped
 
     def buffer(self) -> torch.Tensor:
-        """uint8[nbytes]"""
+        """The memory as uint8[nbytes]."""
         return tensor_at(self.address, self.nbytes, self.device)
 
     def free(self) -> None:
