@@ -203,11 +203,12 @@ def _check(
 
 @contextmanager
 def _chosen_port(port: int) -> Iterator[int]:
-    """``port``, or for 0 a free one, held for as long as the context lasts."""
-    if port:
-        yield port
-        return
-    with reserve_port(HOST) as holder:
+    """``port``, or for 0 a free one, held as long as the context lasts. Raises ``AFDConfigError`` if it is taken."""
+    try:
+        holder = reserve_port(HOST, port)
+    except OSError as error:
+        raise AFDConfigError(f"port is {port}: {error.strerror}; choose another one, or 0 for a free one") from None
+    with holder:
         yield holder.getsockname()[1]
 
 

@@ -181,16 +181,20 @@ def follow(group: ProcessGroup, children: list[Child], display: Display) -> None
             display.note(child.name, event["text"])
 
 
-def reserve_port(host: str) -> socket.socket:
-    """A socket that holds a free TCP port of ``host`` while it is open, and lets one listener bind the same port.
+def reserve_port(host: str, port: int = 0) -> socket.socket:
+    """A socket that holds TCP ``port`` of ``host`` (0: a free one) while it is open, and lets one listener bind it too.
 
     It is bound and never listens, so a listener that sets SO_REUSEADDR (as ZeroMQ does) may take the port, and nobody
-    is handed it by accident in between.
+    is handed it by accident in between. Raises ``OSError`` for a port that is taken.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     holder = socket.socket(family, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind((host, 0))
+    try:
+        holder.bind((host, port))
+    except OSError:
+        holder.close()
+        raise
     return holder
 
 

@@ -122,6 +122,7 @@ def serve_ffn_rank(
     placement = ExpertPlacement(config.placement, spec.num_experts, config.num_attention_ranks, config.num_ffn_ranks)
     experts = placement.local_experts(ffn_rank)
     torch_dtype = model_dtype(dtype, spec)
+    config.token()  # refused before anything is loaded
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while loading
     progress = functools.partial(display.progress, name)
     bank = ExpertBank.load(spec, experts, device=device, dtype=torch_dtype, progress=progress)

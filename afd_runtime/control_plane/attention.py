@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import threading
@@ -32,10 +33,12 @@ from afd_runtime.control_plane.messages import (
     StatsRequest,
     Welcome,
 )
-from afd_runtime.control_plane.transport import Link, Watcher, endpoint_of
+from afd_runtime.control_plane.transport import QUIET_S, Link, Watcher, endpoint_of
 from afd_runtime.errors import AFDAttachError, AFDError, AFDPeerLost, AFDProtocolError, AFDRefusedError, AFDStepAborted
 from afd_runtime.topology import ExpertPlacement
 from afd_runtime.window import Fabric, Window, WindowLayout
+
+logger = logging.getLogger("afd_runtime.attention")
 
 T = TypeVar("T")
 _DETACH_S = 2.0
@@ -129,10 +132,17 @@ class AttentionControlPlane:
 
     def _answer(self, link: Link, kind: type[T], deadline: float) -> T:
         missing: tuple[int, ...] = ()
+        until = min(deadline, time.monotonic() + QUIET_S)
         while True:
             try:
-                sender, message = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+                sender, message = self._inbox.get(timeout=max(0.0, until - time.monotonic()))
             except queue.Empty:
+                if until < deadline:
+                    until = deadline
+                    absent = f"FFN rank(s) {', '.join(map(str, missing))}" if missing else link.name
+                    seconds = max(0.0, deadline - time.monotonic())
+                    logger.warning("%s waits for %s, for %.0f s at most", self.name, absent, seconds)
+                    continue
                 limit = f"within attach_timeout_s={self.config.attach_timeout_s:g}"
                 if missing:
                     ranks = ", ".join(map(str, missing))

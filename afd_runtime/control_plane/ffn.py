@@ -37,7 +37,7 @@ from afd_runtime.control_plane.messages import (
 )
 from afd_runtime.control_plane.rendezvous import MAX_SESSION, Rendezvous
 from afd_runtime.control_plane.sequencer import Sequencer
-from afd_runtime.control_plane.transport import Link, Watcher, endpoint_of
+from afd_runtime.control_plane.transport import QUIET_S, Link, Watcher, endpoint_of
 from afd_runtime.errors import AFDAttachError, AFDError, AFDProtocolError, AFDRefusedError, AFDShutdownError
 from afd_runtime.topology import ExpertPlacement
 from afd_runtime.window import Fabric, WindowLayout
@@ -103,9 +103,7 @@ class FFNControlPlane:
         me = Peer(self.ffn_rank, os.getpid(), machine_id(), self._fingerprint, self._token)
         self._root = self._watcher.connect("FFN rank 0", root)
         self._watcher.send(self._root, Register(me, self.endpoint))
-        with self._changed:
-            self._changed.wait_for(lambda: self._registered is not None, self.config.attach_timeout_s)
-            answer = self._registered
+        answer = self._await_registered(root)
         if isinstance(answer, Registered):
             return
         self._watcher.stop()
@@ -115,6 +113,16 @@ class FFNControlPlane:
             f"FFN rank 0 at {root} did not answer within attach_timeout_s={self.config.attach_timeout_s:g}; start "
             "it, or correct host and port"
         )
+
+    def _await_registered(self, root: str) -> Registered | Refused | None:
+        """The answer of FFN rank 0, or None after ``attach_timeout_s``."""
+        limit = self.config.attach_timeout_s
+        quiet = min(QUIET_S, limit)
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._registered is not None, quiet):
+                logger.warning("%s waits for FFN rank 0 at %s, for %.0f s at most", self.name, root, limit - quiet)
+                self._changed.wait_for(lambda: self._registered is not None, limit - quiet)
+            return self._registered
 
     def next_order(self, stage: int | None = None) -> Order:
         """Waits for the next step of ``stage`` (None: of any).

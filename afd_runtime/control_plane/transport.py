@@ -26,6 +26,7 @@ logger = logging.getLogger("afd_runtime.control_plane")
 
 HEARTBEAT_S = 0.5
 LINGER_MS = 1000
+QUIET_S = 5.0  # who waits longer than this for a peer says so
 
 
 def endpoint_of(host: str, port: int | str) -> str:
