@@ -38,7 +38,7 @@ FFNRanks = Annotated[int, typer.Option("--ffn-ranks", min=1, help="Number of FFN
 PlacementOption = Annotated[
     Placement, typer.Option(help="sharded: each FFN rank holds a block of the experts; replicated: all of them.")
 ]
-Device = Annotated[str, typer.Option(help="Only cpu for now.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:INDEX; the same for all ranks.")]
 DType = Annotated[str, typer.Option("--dtype", help="auto (as the checkpoint), float32, float16 or bfloat16.")]
 MaxBatchTokens = Annotated[
     int,
