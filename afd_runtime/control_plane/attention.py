@@ -158,6 +158,7 @@ class AttentionControlPlane:
                 raise AFDAttachError(f"{sender.name} {message} while {self.name} attached; start it again")
             if sender is link and isinstance(message, Pending):
                 missing = message.missing
+                self._watcher.watch(link)  # its heartbeats keep the place while FFN ranks load
             elif sender is link and isinstance(message, kind):
                 return message
 

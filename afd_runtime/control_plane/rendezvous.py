@@ -98,6 +98,7 @@ class Rendezvous:
         if missing:
             self._waiting[link] = message
             self._watcher.send(link, Pending(missing))
+            self._watcher.watch(link, peer.pid)
             return None
         endpoints = (self.endpoint, *(self._roster[f][1] for f in range(1, self.config.num_ffn_ranks)))
         session = self._new_session()

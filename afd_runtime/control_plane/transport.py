@@ -27,6 +27,9 @@ logger = logging.getLogger("afd_runtime.control_plane")
 HEARTBEAT_S = 0.5
 LINGER_MS = 1000
 QUIET_S = 5.0  # who waits longer than this for a peer says so
+IDLE_S = 60.0
+FRAMES_AT_ONCE = 64
+LOGGED_BAD_FRAMES = 100
 
 
 def endpoint_of(host: str, port: int | str) -> str:
@@ -104,12 +107,20 @@ class Watcher:
         frame = encode(message)
         self.post(lambda: self._send(link, frame))
 
-    def watch(self, link: Link, pid: int) -> None:
-        """From now on the peer must live: heartbeats go to it, and its end or silence is reported once."""
+    def watch(self, link: Link, pid: int = 0) -> None:
+        """From now on the peer must live: heartbeats go to it, and its end or silence is reported once.
+
+        pid: of its process; 0 where that is not known yet, then only its silence is noticed.
+        """
 
         def begin() -> None:
+            if link.closed:
+                return
+            if link.pidfd >= 0:  # watched before, when it said hello
+                os.close(link.pidfd)
+                link.pidfd = -1
             link.watched, link.pid, link.last_seen = True, pid, time.monotonic()
-            if pid == os.getpid() or link.closed:
+            if pid in (0, os.getpid()):
                 return
             try:
                 link.pidfd = os.pidfd_open(pid)
@@ -202,7 +213,9 @@ class Watcher:
         if isinstance(source, Link):
             self._lose(source, f"process {source.pid} ended")
             return
-        while not source.closed:
+        for _ in range(FRAMES_AT_ONCE):  # a peer that never stops sending must not hold heartbeats up
+            if source.closed:
+                return
             try:
                 frames = source.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
@@ -230,7 +243,8 @@ class Watcher:
             action()
         except AFDProtocolError as error:
             self.bad_frames += 1
-            logger.warning("%s: dropped: %s", self.name, error)
+            if self.bad_frames <= LOGGED_BAD_FRAMES or self.bad_frames % 10000 == 0:
+                logger.warning("%s: dropped (%d so far): %s", self.name, self.bad_frames, str(error)[:1000])
         except Exception:
             logger.exception("%s: a control message failed", self.name)
 
@@ -242,7 +256,7 @@ class Watcher:
                 self._send(link, beat)
                 if silent > self._liveness_s:
                     self._lose(link, f"was silent for {silent:.0f} s")
-            elif link.identity is not None and silent > 60:
+            elif link.identity is not None and silent > IDLE_S:
                 self._close(link)  # it connected and never asked for anything
 
     def _lose(self, link: Link, reason: str) -> None:

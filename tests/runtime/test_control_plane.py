@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import subprocess
 import sys
@@ -171,3 +172,57 @@ def test_watcher_reports_an_ended_process_at_once_and_a_silent_one_in_time() -> 
     client.stop()
     server.stop()
     server.stop()
+
+
+@pytest.mark.timeout(30)
+def test_watching_a_peer_again_opens_no_further_file() -> None:
+    got = Events()
+    server = Watcher("server", lambda link, message: got.append((link, message)), lambda *_: None, 3.0)
+    client = Watcher("client", lambda *_: None, lambda *_: None, 3.0)
+    endpoint = server.bind("127.0.0.1", 0)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as sleeper:
+        try:
+            server.start()
+            client.start()
+            dialled = client.connect("server", endpoint)
+            for count in range(1, 12):
+                client.send(dialled, Announce(0, count, 2))
+                server.watch(got.until(count)[0][0], sleeper.pid)
+            client.send(dialled, Announce(0, 12, 2))
+            got.until(12)
+            time.sleep(0.1)
+            found = [os.readlink(file) for file in glob.glob("/proc/self/fd/*") if os.path.islink(file)]
+            assert sum("pidfd" in name for name in found) == 1
+        finally:
+            client.stop()
+            server.stop()
+            sleeper.kill()
+
+
+@pytest.mark.timeout(60)
+def test_an_endless_sender_holds_up_no_heartbeat(caplog: pytest.LogCaptureFixture) -> None:
+    lost = Events()
+    server = Watcher("server", lambda *_: None, lambda *_: None, 10.0)
+    client = Watcher("client", lambda *_: None, lambda *what: lost.append(what), 1.5)
+    endpoint = server.bind("127.0.0.1", 0)
+    flood = (
+        "import sys, time, zmq; s = zmq.Context().socket(zmq.DEALER); s.connect(sys.argv[1]); end = time.time() + 6\n"
+        "while time.time() < end: s.send(b'\\xc1')"
+    )
+    server.start()
+    client.start()
+    with subprocess.Popen([sys.executable, "-c", flood, endpoint]) as sender:
+        try:
+            dialled = client.connect("server", endpoint)
+            client.send(dialled, Heartbeat())
+            time.sleep(0.5)
+            for link in list(server._links.values()):
+                server.watch(link, os.getpid())
+            client.watch(dialled, os.getpid())
+            assert sender.wait() == 0
+            assert server.bad_frames > 1000 and not lost
+            assert len(caplog.records) < 1000
+        finally:
+            sender.kill()
+            client.stop()
+            server.stop()

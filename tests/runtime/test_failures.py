@@ -6,10 +6,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import threading
 import time
 
 import pytest
-from group import SPEC, Failed, new_group
+from group import SPEC, Bank, Failed, new_group
+
+from afd_runtime.config import AFDConfig
+from afd_runtime.control_plane import transport
+from afd_runtime.remote_experts import AttentionSession
+from afd_runtime.server import FFNServer
+from afd_runtime.window import placement_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -229,3 +236,37 @@ def _tensors(rows: int):
     from group import random_layer
 
     return random_layer(SPEC, rows, seed=0)
+
+
+def test_a_rank_that_waits_long_for_an_ffn_rank_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "IDLE_S", 1.0)
+    options = {"num_ffn_ranks": 2, "fabric": "local", "attach_timeout_s": 15.0, "max_batch_tokens": 4}
+    sessions: list[AttentionSession] = []
+    servers: list[FFNServer] = []
+
+    def serve(rank: int, port: int) -> int:
+        config = AFDConfig(role="ffn", port=port, **options)
+        bank = Bank(SPEC, placement_of(config, SPEC).local_experts(rank))
+        servers.append(FFNServer(config, rank, SPEC, bank, fingerprint_extra={}))
+        servers[-1].start()
+        return servers[-1].port
+
+    def attach(port: int) -> None:
+        config = AFDConfig(role="attention", port=port, **options)
+        sessions.append(AttentionSession.connect(config, 0, SPEC, fingerprint_extra={}))
+
+    try:
+        port = serve(0, 0)
+        waiting = threading.Thread(target=attach, args=(port,))
+        waiting.start()
+        time.sleep(2.5)
+        serve(1, port)
+        waiting.join(20)
+        assert len(sessions) == 1 and servers[0].attached == servers[1].attached == (0,)
+        sessions.pop().close()
+        attach(port)
+    finally:
+        for session in sessions:
+            session.close()
+        for server in reversed(servers):
+            server.stop()
