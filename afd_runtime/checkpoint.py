@@ -94,11 +94,11 @@ class SafetensorsIndex:
 def _read_weight_map(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
-        valid = all(isinstance(k, str) and isinstance(v, str) for k, v in weight_map.items())
-    except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        files = list(weight_map.values())
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise ModelError(f"{path}: not a safetensors index ({error!r}).") from error
-    outside = sorted({v for v in weight_map.values() if not valid or Path(v).name != v})
-    if not valid or outside:
+    outside = [v for v in files if not isinstance(v, str) or Path(v).name != v]
+    if outside:
         raise ModelError(f"{path}: shard names must be plain file names, found {outside[:3]}.")
     return weight_map
 
@@ -113,10 +113,12 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
             header = json.loads(file.read(length))
     except FileNotFoundError as error:
         raise ModelError(f"{path}: this shard is missing. The download may be incomplete.") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"{path}: not a readable safetensors file ({error}).") from error
+    if not isinstance(header, dict):
+        raise ModelError(f"{path}: not a safetensors file (its header is a JSON {type(header).__name__}).")
     header.pop("__metadata__", None)
     return {name: _entry(path, name, fields, 8 + length, size) for name, fields in header.items()}
 
@@ -124,6 +126,8 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
 def _entry(path: Path, name: str, fields: dict, data_start: int, file_size: int) -> TensorEntry:
     try:
         (start, end), shape, dtype = fields["data_offsets"], tuple(fields["shape"]), fields["dtype"]
+        if not isinstance(dtype, str) or not all(isinstance(n, int) for n in (start, end, *shape)):
+            raise TypeError("dtype is no text, or a size no integer")
         nbytes = end - start
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{path}: malformed header entry for tensor {name!r} ({error!r}).") from error

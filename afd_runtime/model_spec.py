@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from afd_kernels import SwiGLU
+from afd_kernels.message import MAX_EXPERTS
 from afd_runtime.checkpoint import DTYPES, ModelError, SafetensorsIndex
 
 __all__ = ["FAMILIES", "ExpertLayout", "Family", "ModelError", "ModelSpec"]
@@ -47,6 +48,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family("sparse_step"),
 }
 _NUM_EXPERTS_KEYS = ("n_routed_experts", "num_local_experts", "num_experts")
+_MAX_LAYERS = 10000
 _VOLATILE_KEYS = ("_name_or_path", "transformers_version", "architectures", "use_cache")
 
 
@@ -114,7 +116,7 @@ class ModelSpec:
         path = Path(path)
         config = _read_config(path)
         family = _family(path, config)
-        num_layers = _size(path, config, "num_hidden_layers")
+        num_layers = _size(path, config, "num_hidden_layers", _MAX_LAYERS)
         hidden, inner = _size(path, config, "hidden_size"), _size(path, config, family.intermediate_key)
         experts, top_k = _num_experts(path, config), _size(path, config, "num_experts_per_tok")
         if top_k > experts:
@@ -144,7 +146,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads(file.read_text())
     except FileNotFoundError as error:
         raise ModelError(f"{path}: no checkpoint here (there is no config.json).") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ModelError(f"{file}: cannot be read as JSON ({error}).") from error
     if not isinstance(config, dict):
         raise ModelError(f"{file}: must hold a JSON object, found {type(config).__name__}.")
@@ -169,15 +171,15 @@ def _family(path: Path, config: dict[str, Any]) -> Family:
             f"{path}: model_type {model_type!r} is a dense model (none of {', '.join(_NUM_EXPERTS_KEYS)} is set); "
             "there are no experts to serve apart from attention. Run it undivided."
         )
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelError(f"{path}: model_type {model_type!r} is not supported; supported are {known}.")
     return FAMILIES[model_type]
 
 
-def _size(path: Path, config: dict[str, Any], key: str) -> int:
+def _size(path: Path, config: dict[str, Any], key: str, most: int = 1 << 20) -> int:
     value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{path / 'config.json'}: {key} must be a positive integer, found {value!r}.")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ModelError(f"{path / 'config.json'}: {key} must be a positive integer up to {most}, found {value!r}.")
     return value
 
 
@@ -186,7 +188,7 @@ def _num_experts(path: Path, config: dict[str, Any]) -> int:
     found = {key: config[key] for key in _NUM_EXPERTS_KEYS if config.get(key) is not None}
     if len(set(map(str, found.values()))) != 1:
         raise ModelError(f"{path / 'config.json'}: contradicting numbers of experts {found}.")
-    return _size(path, config, next(iter(found)))
+    return _size(path, config, next(iter(found)), MAX_EXPERTS)
 
 
 def _activation(path: Path, config: dict[str, Any], family: Family) -> SwiGLU:
@@ -195,8 +197,12 @@ def _activation(path: Path, config: dict[str, Any], family: Family) -> SwiGLU:
         raise ModelError(f"{path / 'config.json'}: hidden_act {act!r} is not supported; experts must use 'silu'.")
     if not family.transposed:
         return SwiGLU()
-    alpha, limit = config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)
-    return SwiGLU(alpha=float(alpha), beta=1.0, limit=float(limit), interleaved=True)
+    found = {"swiglu_alpha": config.get("swiglu_alpha", 1.702), "swiglu_limit": config.get("swiglu_limit", 7.0)}
+    for key, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
+            raise ModelError(f"{path / 'config.json'}: {key} must be a positive number, found {value!r}.")
+    alpha, limit = map(float, found.values())
+    return SwiGLU(alpha=alpha, beta=1.0, limit=limit, interleaved=True)
 
 
 def _expected_layers(config: dict[str, Any], rule: str, num_layers: int) -> tuple[int, ...] | None:
@@ -208,6 +214,8 @@ def _expected_layers(config: dict[str, Any], rule: str, num_layers: int) -> tupl
         return tuple(i for i in range(first, num_layers) if i % every == 0)
     if rule == "sparse_step":
         dense, every = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+        if not isinstance(dense, list) or not isinstance(every, int) or every < 1:
+            return None
         return tuple(i for i in range(num_layers) if i not in dense and (i + 1) % every == 0)
     return tuple(range(num_layers))
 

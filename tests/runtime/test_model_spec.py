@@ -163,3 +163,50 @@ def test_no_engine_is_imported() -> None:
     code = "import afd_runtime.ffn_backend, sys; print('transformers' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_moe", {"decoder_sparse_step": 0}),
+        ("qwen3_moe", {"decoder_sparse_step": None}),
+        ("qwen2_moe", {"mlp_only_layers": "x"}),
+        ("gpt_oss", {"swiglu_limit": None}),
+        ("gpt_oss", {"swiglu_limit": float("nan")}),
+        ("gpt_oss", {"swiglu_alpha": "auto"}),
+        ("olmoe", {"model_type": ["olmoe"]}),
+        ("olmoe", {"num_experts": 1 << 40}),
+        ("deepseek_v3", {"num_hidden_layers": 1 << 40}),
+    ],
+)
+def test_values_of_another_kind_end_in_a_refusal(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    path = tiny.write(tmp_path, tiny.config(family, **changes), tiny.tensors(family))
+    try:
+        ModelSpec.from_pretrained(path)
+    except ModelError as error:
+        assert str(path) in str(error)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "[]",
+        "1",
+        '{"a": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}}',
+        '{"a": {"dtype": "F32", "shape": [{}], "data_offsets": [0, 4]}}',
+        "[" * 100000,
+    ],
+)
+def test_header_of_another_kind(tmp_path: Path, header: str) -> None:  # fmt: skip
+    path = tiny.write(tmp_path, tiny.config("olmoe"), None)
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(64))
+    assert "model.safetensors" in refusal(path)
+
+
+@pytest.mark.parametrize("value", [None, 1, [{}], {}])
+def test_shard_that_is_no_name(tmp_path: Path, value: Any) -> None:
+    path = tiny.write(tmp_path, tiny.config("olmoe"), tiny.tensors("olmoe"), shards=2)
+    index = path / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {**weight_map, next(iter(weight_map)): value}}))
+    assert "plain file names" in refusal(path)
