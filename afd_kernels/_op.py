@@ -65,10 +65,11 @@ def check(condition: bool, message: str) -> None:
 
 
 def check_tensor(
-    name: str, tensor: torch.Tensor, *, shape: tuple[int | None, ...], dtypes: Sequence[torch.dtype], like: torch.Tensor
-) -> None:
-    """Checks shape (``None`` is any size), dtype and device (that of ``like``) and refuses a tensor that needs a
-    gradient."""
+    name: str, tensor: torch.Tensor, *, shape: tuple[int | None, ...], dtypes: Sequence[torch.dtype],
+    like: torch.Tensor, contiguous: bool = False,
+) -> None:  # fmt: skip
+    """Checks shape (``None`` is any size), dtype, device (that of ``like``) and, where asked for, contiguity; refuses a
+    tensor that needs a gradient."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; a torch.Tensor is needed")
     want = tuple("*" if s is None else s for s in shape)
@@ -82,6 +83,16 @@ def check_tensor(
         not (tensor.requires_grad and tensor.is_floating_point() and torch.is_grad_enabled()),
         f"{name} requires grad; this library is inference only: call it under torch.no_grad()",
     )
+    check(
+        not contiguous or tensor.is_contiguous(),
+        f"{name} is not contiguous (strides {tensor.stride()}); pass contiguous memory",
+    )
+
+
+def check_last_stride(name: str, tensor: torch.Tensor) -> None:
+    """Checks that the last dimension is contiguous, whatever torch says of a dimension of size 1."""
+    ok = tensor.shape[-1] == 1 or tensor.stride(-1) == 1
+    check(ok, f"{name} has strides {tensor.stride()}; allowed: last 1; call .contiguous()")
 
 
 def workspace_for(workspace: torch.Tensor | None, nbytes: int, device: torch.device, what: str) -> torch.Tensor:
@@ -89,10 +100,12 @@ def workspace_for(workspace: torch.Tensor | None, nbytes: int, device: torch.dev
     if workspace is None:
         return torch.zeros(max(nbytes, 16), dtype=torch.uint8, device=device)
     check(
-        workspace.dtype == torch.uint8 and workspace.is_contiguous() and workspace.numel() >= nbytes,
-        f"workspace has {workspace.numel()} elements of {workspace.dtype}; allowed: at least {nbytes} contiguous "
-        f"uint8, "
-        f"zeroed once; {what} gives the size",
+        workspace.dtype == torch.uint8
+        and workspace.dim() == 1
+        and workspace.is_contiguous()
+        and workspace.numel() >= nbytes,
+        f"workspace has {workspace.numel()} elements of {workspace.dtype}, shape {list(workspace.shape)}; allowed: one "
+        f"dimension of at least {nbytes} contiguous uint8, zeroed once; {what} gives the size",
     )
     same = workspace.device.type == device.type and device.index in (None, workspace.device.index)
     check(same, f"workspace is on {workspace.device}; allowed: {device}")

@@ -15,8 +15,18 @@ import triton
 import triton.language as tl
 
 from afd_kernels._op import Carver, check, check_tensor, is_tracing, reference, register, runs_kernel, workspace_for
-from afd_kernels.message import MAGIC, MODE_OFFLINE, MODE_ONLINE, VERSION, Header, Lane, MessageLayout, tensor_at
-from afd_kernels.signal import _LANE_FIELDS, _MODE, _ROWS, Status, StatusCode, check_lanes
+from afd_kernels.message import (
+    LANE_FIELDS,
+    MAGIC,
+    MODE_OFFLINE,
+    MODE_ONLINE,
+    VERSION,
+    Header,
+    Lane,
+    MessageLayout,
+    tensor_at,
+)
+from afd_kernels.signal import _LANE_FIELDS, _MODE, _ROWS, Status, StatusCode, check_host_cell, check_lanes
 
 TILE_SHIFT = 10
 _MAGIC = tl.constexpr(MAGIC)
@@ -35,7 +45,8 @@ class ExpertSchedule:
     lane_base: int32[A + 1], prefix of rows over lanes. lane_prefix: int32[E, A + 1]. lane_start: int32[E, A].
     expert_base: int32[E + 1], prefix of merged rows over experts. tiles: int32[cap_tiles], ``expert | tile << 10``.
     num_tiles: int32[1]. error: int32[A], 1 where a lane's header was refused (such a lane contributes nothing).
-    Host constants: block_m, top_k, cap_rows and cap_pairs (over all lanes), hidden_size, row_stride (elements), dtype.
+    Host constants: block_m, top_k, cap_rows and cap_pairs (over all lanes), hidden_size, row_stride (elements), dtype,
+    row_alignment (bytes, of every lane's first row).
     """
 
     row_address: torch.Tensor
@@ -55,6 +66,7 @@ class ExpertSchedule:
     hidden_size: int
     row_stride: int
     dtype: torch.dtype
+    row_alignment: int = 16
 
     @property
     def num_lanes(self) -> int:
@@ -94,7 +106,7 @@ def new_schedule(
     return ExpertSchedule(
         **_named(tensors), block_m=block_m, top_k=layout.top_k, cap_rows=max_rows,
         cap_pairs=max_rows * layout.top_k, hidden_size=layout.hidden_size,
-        row_stride=layout.hidden_size if row_stride is None else row_stride, dtype=layout.dtype,
+        row_stride=layout.hidden_size if row_stride is None else row_stride, dtype=layout.dtype, row_alignment=16,
     )  # fmt: skip
 
 
@@ -219,7 +231,7 @@ def arrival(
     slot holds, or with more pairs than it holds, is refused: ``schedule.error`` is 1, the lane goes offline, and
     ``status`` (int64[A, 8], may lie in pinned host memory) says ``StatusCode.MALFORMED``, both layers and the rows.
     """
-    check_tensor("slots", slots, shape=(None,), dtypes=(torch.int64,), like=slots)
+    check_tensor("slots", slots, shape=(None,), dtypes=(torch.int64,), like=slots, contiguous=True)
     check_tensor("lanes", lanes, shape=(slots.numel(), 8), dtypes=(torch.int64,), like=slots)
     check_lanes(lanes, slots)
     if schedule is None:
@@ -229,6 +241,11 @@ def arrival(
         f"schedule is for {schedule.num_lanes} lanes and block_m {schedule.block_m}; "
         f"allowed: {slots.numel()} lanes, block_m {block_m}",
     )
+    for name in ("num_experts", "top_k", "hidden_size", "dtype"):
+        mine, theirs = getattr(schedule, name), getattr(layout, name)
+        check(mine == theirs, f"schedule has {name} {mine}; allowed: the layout's {theirs}")
+    if status is not None:
+        check_host_cell("status", status, (slots.numel(), LANE_FIELDS), torch.int64, slots)
     args: tuple[Any, ...] = (slots, lanes, *schedule.tensors(), layout.num_experts, layout.cap_rows,
                              layout.top_k, layout.hidden_size, layout.dtype, schedule.block_m,
                              schedule.cap_rows, layer, status)  # fmt: skip

@@ -53,9 +53,9 @@ def combine(
     lane: int64[8], EXCHANGE advanced; offline writes zeros. out: [M, H], every row written (zeros for a token that no
     peer computed). dtype: of a new ``out`` (default: that of the replies). Returns out.
     """
-    check_tensor("row_map", row_map, shape=(reply_slots.numel(), None), dtypes=(torch.int32,), like=row_map)
-    check(row_map.is_contiguous(), "row_map is not contiguous; allowed: contiguous int32[D, M]")
-    check_tensor("reply_slots", reply_slots, shape=(None,), dtypes=(torch.int64,), like=row_map)
+    shape: tuple[int | None, ...] = (reply_slots.numel(), None)
+    check_tensor("row_map", row_map, shape=shape, dtypes=(torch.int32,), like=row_map, contiguous=True)
+    check_tensor("reply_slots", reply_slots, shape=(None,), dtypes=(torch.int64,), like=row_map, contiguous=True)
     check_lanes(lane, reply_slots, one=True)
     if out is None:
         shape = (row_map.shape[1], layout.hidden_size)

@@ -233,10 +233,9 @@ def dispatch(
     num_tokens, num_peers = x.shape[0], slots.numel()
     if row_map is None:
         row_map = torch.empty(num_peers, num_tokens, dtype=torch.int32, device=x.device)
-    check_tensor("row_map", row_map, shape=(num_peers, num_tokens), dtypes=(torch.int32,), like=x)
-    check(row_map.is_contiguous(), "row_map is not contiguous; allowed: contiguous int32[D, M]")
+    check_tensor("row_map", row_map, shape=(num_peers, num_tokens), dtypes=(torch.int32,), like=x, contiguous=True)
     if sent is not None:
-        check_tensor("sent", sent, shape=(num_peers,), dtypes=(torch.int64,), like=x)
+        check_tensor("sent", sent, shape=(num_peers,), dtypes=(torch.int64,), like=x, contiguous=True)
     if runs_kernel(x):
         nbytes = dispatch_workspace(num_tokens, layout, num_peers)
         workspace = workspace_for(workspace, nbytes, x.device, "dispatch_workspace")
@@ -391,8 +390,8 @@ def _check_dispatch(x, topk_ids, topk_weights, expert_bucket, slots, layout, lan
     for name, tensor, dtype in (("topk_ids", topk_ids, torch.int32), ("topk_weights", topk_weights, torch.float32)):
         check_tensor(name, tensor, shape=(x.shape[0], layout.top_k), dtypes=(dtype,), like=x)
         check(tensor.is_contiguous(), f"{name} is not contiguous; call .contiguous()")
-    check_tensor("expert_bucket", expert_bucket, shape=(None,), dtypes=(torch.int32,), like=x)
-    check_tensor("slots", slots, shape=(None,), dtypes=(torch.int64,), like=x)
+    check_tensor("expert_bucket", expert_bucket, shape=(None,), dtypes=(torch.int32,), like=x, contiguous=True)
+    check_tensor("slots", slots, shape=(None,), dtypes=(torch.int64,), like=x, contiguous=True)
     check_lanes(lane, slots, one=True)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from dataclasses import dataclass, replace
 from importlib import resources
 
@@ -164,9 +165,10 @@ def _pairs_of_tile(
 
 @triton.jit
 def _swiglu(g, u, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
-    if LIMIT > 0:
-        g = tl.minimum(g, LIMIT)
-        u = tl.minimum(tl.maximum(u, -LIMIT), LIMIT)
+    if LIMIT > 0:  # a NaN stays one: without ALL the limit would take its place
+        g = tl.minimum(g, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.maximum(u, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.minimum(u, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return (u + BETA) * g / (1.0 + tl.exp(-ALPHA * g))
 
 
@@ -324,7 +326,8 @@ def experts_forward(
         workspace = workspace_for(workspace, nbytes, w_up.device, "experts_workspace")
     a, flags = activation, [activation.gate_first, activation.interleaved]
     args = (schedule.tensors(), w_up, w_down, b_up, b_down, y, workspace, schedule.top_k, schedule.row_stride,
-            [a.alpha, a.beta, a.limit or 0.0], flags, schedule.block_m, _flat(config))  # fmt: skip
+            schedule.row_alignment, [a.alpha, a.beta, a.limit or 0.0], flags, schedule.block_m,
+            _flat(config))  # fmt: skip
     (_experts_op if is_tracing() else _experts)(*args)
     return y
 
@@ -358,7 +361,7 @@ def _flat(config: tuple[GemmConfig, GemmConfig] | None) -> list[int]:
 def _experts(
     schedule: list[torch.Tensor], w_up: torch.Tensor, w_down: torch.Tensor, b_up: torch.Tensor | None,
     b_down: torch.Tensor | None, y: torch.Tensor, workspace: torch.Tensor, top_k: int, row_stride: int,
-    constants: list[float], flags: list[bool], block_m: int, config: list[int],
+    row_alignment: int, constants: list[float], flags: list[bool], block_m: int, config: list[int],
 ) -> None:  # fmt: skip
     num_lanes, intermediate = schedule[0].numel(), w_down.shape[2]
     if not runs_kernel(w_up):
@@ -381,7 +384,7 @@ def _experts(
         w_up if b_up is None else b_up, h, row_stride * itemsize, intermediate, hidden, *w_up.stride(),
         0 if b_up is None else b_up.stride(0), **shared, **_meta(c1), HAS_BIAS=b_up is not None, GATE_FIRST=flags[0],
         INTERLEAVED=flags[1], ALPHA=constants[0], BETA=constants[1], LIMIT=constants[2],
-        ALIGN=16 if row_stride * itemsize % 16 == 0 else itemsize, num_warps=c1.num_warps, num_stages=c1.num_stages,
+        ALIGN=math.gcd(row_stride * itemsize, row_alignment), num_warps=c1.num_warps, num_stages=c1.num_stages,
         enable_fp_fusion=True,
     )  # fmt: skip
     grid = (_num_programs(w_up.device, tiles.numel() * triton.cdiv(hidden, c2.block_n)),)

@@ -141,6 +141,7 @@ def _fused(
     schedule = ExpertSchedule(
         **_named(tensors), block_m=block_m, top_k=top_k, cap_rows=num_tokens, cap_pairs=num_tokens * top_k,
         hidden_size=hidden, row_stride=x.stride(0), dtype=x.dtype,
+        row_alignment=16 if x.data_ptr() % 16 == 0 else x.element_size(),
     )  # fmt: skip
     experts_forward(schedule, w_up, w_down, activation=activation, b_up=b_up, b_down=b_down, y=y, workspace=h,
                     config=configs)  # fmt: skip
@@ -177,7 +178,7 @@ def fused_experts_ref(
             rows = expert_ref(x[pairs // top_k], w_up[expert], w_down[expert], bias_up, bias_down, activation)
             y[pairs] = rows.to(y.dtype)
     weights = torch.where(real, topk_weights, 0.0)
-    return out.copy_(weighted_sum_ref(y.view(num_tokens, top_k, -1), weights))
+    return out.copy_(weighted_sum_ref(y.view(num_tokens, top_k, x.shape[1]), weights))
 
 
 def _check_fused(x, w_up, w_down, topk_weights, topk_ids, b_up, b_down) -> None:

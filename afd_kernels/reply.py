@@ -80,8 +80,10 @@ def reply(
     slots, written. lanes: int64[A, 8], EXCHANGE advanced. layout: of the reply slots (its dtype may be float32).
     workspace: uint8[``REPLY_WORKSPACE``], zeroed once. A lane with zero rows is answered too.
     """
-    check_tensor("y", y, shape=(None, schedule.hidden_size), dtypes=(schedule.dtype,), like=y)
-    check_tensor("reply_slots", reply_slots, shape=(schedule.num_lanes,), dtypes=(torch.int64,), like=y)
+    shape = (schedule.cap_rows * schedule.top_k, schedule.hidden_size)
+    check_tensor("y", y, shape=shape, dtypes=(schedule.dtype,), like=y, contiguous=True)
+    lanes_only = (schedule.num_lanes,)
+    check_tensor("reply_slots", reply_slots, shape=lanes_only, dtypes=(torch.int64,), like=y, contiguous=True)
     check_tensor("lanes", lanes, shape=(schedule.num_lanes, 8), dtypes=(torch.int64,), like=y)
     check_lanes(lanes, reply_slots)
     check(

@@ -13,7 +13,16 @@ import torch
 import triton
 import triton.language as tl
 
-from afd_kernels._op import check, check_tensor, is_tracing, reference, register, runs_kernel
+from afd_kernels._op import (
+    check,
+    check_last_stride,
+    check_tensor,
+    is_tracing,
+    reference,
+    register,
+    runs_kernel,
+    workspace_for,
+)
 from afd_kernels.message import MAX_EXPERTS, MAX_TOP_K
 
 SCORINGS = ("softmax", "sigmoid", "sqrt_softplus")
@@ -88,8 +97,12 @@ def _scores(logits, valid, SCORING: tl.constexpr):
     elif SCORING == "sigmoid":
         return tl.where(valid, 1.0 / (1.0 + tl.exp(-x)), 0.0)
     else:
+        # log(1 + t) = 2 atanh(s): tl.log(1 + t) has no digits left where t is small
         t = tl.exp(-tl.abs(x))
-        log1p = tl.where(t < 1e-4, t - 0.5 * t * t, tl.log(1.0 + t))
+        s = t / (2.0 + t)
+        z = s * s
+        series = 1 + z * (1 / 3 + z * (1 / 5 + z * (1 / 7 + z * (1 / 9 + z * (1 / 11 + z * (1 / 13 + z / 15))))))
+        log1p = 2.0 * s * series
         return tl.where(valid, tl.sqrt(tl.maximum(x, 0.0) + log1p), 0.0)
 
 
@@ -135,6 +148,7 @@ def _top_k_kernel(
             first = tl.min(tl.where(in_group == best[:, None], offs_s[None, :], S_PAD), axis=1)
             second = tl.max(tl.where(offs_s[None, :] == first[:, None], float("-inf"), in_group), axis=1)
             best += tl.where(size > 1, second, 0.0)
+            best = tl.where(best == best, best, float("inf"))  # +inf beside -inf
         group_key = _ordered_key(best, offs_g < G, offs_g, COUNT)
         group_key = tl.where(offs_g < G, group_key, _TAKEN)
         open_groups = tl.zeros((G_PAD,), tl.int32)
@@ -215,7 +229,7 @@ def top_k_from_logits(
     All other arguments and the result are those of ``route``.
     """
     check_tensor("logits", logits, shape=(None, None), dtypes=_FLOATS, like=logits)
-    check(logits.stride(-1) == 1, f"logits has strides {logits.stride()}; allowed: last 1; call .contiguous()")
+    check_last_stride("logits", logits)
     _check_top_k(logits.shape[1], top_k, scoring, selection_bias, num_groups, topk_groups, logits)
     weights, ids = _outputs(out, logits.shape[0], top_k, logits)
     args = (logits, selection_bias, weights, ids, top_k, scoring, num_groups, topk_groups, renormalize, float(scale))
@@ -336,8 +350,9 @@ def top_k_from_logits_ref(
 
 def _open_groups(choice, valid, num_groups, topk_groups, best):
     num_tokens, num_experts = choice.shape
-    grouped = choice.masked_fill(~valid, -1e38).view(num_tokens, num_groups, -1)
+    grouped = choice.masked_fill(~valid, -1e38).view(num_tokens, num_groups, num_experts // num_groups)
     group_scores = grouped.sort(-1, descending=True).values[..., :best].sum(-1)
+    group_scores = group_scores.masked_fill(group_scores.isnan(), float("inf"))  # +inf beside -inf
     chosen = group_scores.sort(dim=-1, descending=True, stable=True).indices[:, :topk_groups]
     is_open = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, chosen, True)
     return is_open.unsqueeze(-1).expand(-1, -1, num_experts // num_groups).reshape(num_tokens, num_experts)
@@ -348,7 +363,7 @@ def _check_route(hidden_states, gate_weight, gate_bias):
     dtypes = (hidden_states.dtype, torch.float32)
     check_tensor("gate_weight", gate_weight, shape=(None, hidden_states.shape[1]), dtypes=dtypes, like=hidden_states)
     for name, tensor in (("hidden_states", hidden_states), ("gate_weight", gate_weight)):
-        check(tensor.stride(-1) == 1, f"{name} has strides {tensor.stride()}; allowed: last 1; call .contiguous()")
+        check_last_stride(name, tensor)
     if gate_bias is not None:
         check_tensor("gate_bias", gate_bias, shape=(gate_weight.shape[0],), dtypes=_FLOATS, like=hidden_states)
         check(gate_bias.is_contiguous(), "gate_bias is not contiguous; call .contiguous()")
@@ -387,12 +402,7 @@ def _gate_parts(workspace, num_tokens, num_experts, hidden_size, like):
         return torch.empty(0, dtype=torch.float32, device=like.device)
     if workspace is None:
         return torch.empty(nbytes // 4, dtype=torch.float32, device=like.device)
-    check(
-        workspace.dtype == torch.uint8 and workspace.numel() >= nbytes,
-        f"workspace has {workspace.numel()} elements of {workspace.dtype}; allowed: at least {nbytes} uint8 "
-        f"(route_workspace)",
-    )
-    return workspace[:nbytes].view(torch.float32)
+    return workspace_for(workspace, nbytes, like.device, "route_workspace")[:nbytes].view(torch.float32)
 
 
 _route_op = register("route", _route, mutates=("parts", "weights", "ids"))

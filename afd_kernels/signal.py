@@ -277,18 +277,21 @@ def _report(
 def _check_wait(
     slots: torch.Tensor, lanes: torch.Tensor, abort: torch.Tensor, status: torch.Tensor, timeout_s: float
 ) -> None:
-    check_tensor("slots", slots, shape=(None,), dtypes=(torch.int64,), like=slots)
+    check_tensor("slots", slots, shape=(None,), dtypes=(torch.int64,), like=slots, contiguous=True)
     check_lanes(lanes, slots)
     per_lane = status.dim() == 2
     check(not per_lane or lanes.dim() == 2, "status is int64[D, 8] for one lane; allowed: int64[8]")
-    for name, tensor, shape, dtype in (
-        ("abort", abort, (slots.numel() if per_lane else 1,), torch.int32),
-        ("status", status, (slots.numel(), LANE_FIELDS) if per_lane else (LANE_FIELDS,), torch.int64),
-    ):
-        host = tensor.device.type == "cpu" and slots.is_cuda and tensor.is_pinned()
-        check_tensor(name, tensor, shape=shape, dtypes=(dtype,), like=tensor if host else slots)
-        check(tensor.is_contiguous(), f"{name} is not contiguous; allowed: contiguous {shape}")
+    check_host_cell("abort", abort, (slots.numel() if per_lane else 1,), torch.int32, slots)
+    check_host_cell("status", status, (slots.numel(), LANE_FIELDS) if per_lane else (LANE_FIELDS,), torch.int64, slots)
     check(timeout_s > 0, f"timeout_s is {timeout_s}; allowed: above 0 seconds")
+
+
+def check_host_cell(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, slots: torch.Tensor
+) -> None:
+    """Checks an abort flag or a status cell: on the slots' device, or in pinned host memory."""
+    host = tensor.device.type == "cpu" and slots.is_cuda and tensor.is_pinned()
+    check_tensor(name, tensor, shape=shape, dtypes=(dtype,), like=tensor if host else slots, contiguous=True)
 
 
 def check_lanes(lanes: torch.Tensor, slots: torch.Tensor, *, one: bool = False) -> None:

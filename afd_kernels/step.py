@@ -86,8 +86,9 @@ def enter_step(
 
     slots, reply_slots: int64[A], written (0 for a lane that takes no part). lanes: int64[A, 8], written.
     """
-    check_tensor("slots", slots, shape=(None,), dtypes=(torch.int64,), like=slots)
-    check_tensor("reply_slots", reply_slots, shape=tuple(slots.shape), dtypes=(torch.int64,), like=slots)
+    shape = tuple(slots.shape)
+    check_tensor("slots", slots, shape=(None,), dtypes=(torch.int64,), like=slots, contiguous=True)
+    check_tensor("reply_slots", reply_slots, shape=shape, dtypes=(torch.int64,), like=slots, contiguous=True)
     check_tensor("lanes", lanes, shape=(slots.numel(), LANE_FIELDS), dtypes=(torch.int64,), like=slots)
     check_lanes(lanes, slots)
     for member in members:

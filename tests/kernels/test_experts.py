@@ -16,6 +16,7 @@ from afd_kernels import (
     ReplyLayout,
     SwiGLU,
     arrival,
+    experts,
     experts_forward,
     experts_workspace,
     fused_experts,
@@ -426,12 +427,44 @@ def test_picked_configurations_run(shared_memory, dtype, launches):  # case 23
 
 
 def test_pick_experts_has_one_block_m():
-    for pairs, experts, dtype_ in itertools.product((0, 1, 100, 10**6), (1, 8, 256), (torch.float32, torch.bfloat16)):
-        up, down = pick_experts(pairs, experts, dtype_, torch.device(DEVICE))
+    for pairs, num_experts, dtype_ in itertools.product(
+        (0, 1, 100, 10**6), (1, 8, 256), (torch.float32, torch.bfloat16)
+    ):
+        up, down = pick_experts(pairs, num_experts, dtype_, torch.device(DEVICE))
         assert up.block_m == down.block_m
         for block_m in (16, 64, 128, 256):  # a schedule's own: what the card has is kept to
-            up, down = pick_experts(pairs, experts, dtype_, torch.device(DEVICE), block_m=block_m)
+            up, down = pick_experts(pairs, num_experts, dtype_, torch.device(DEVICE), block_m=block_m)
             assert up.block_m == down.block_m == block_m
             if DEVICE == "cpu":
                 assert up.shared_memory(dtype_.itemsize, 2) <= 101376
                 assert down.shared_memory(dtype_.itemsize, 1) <= 101376
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_rows_that_start_unaligned(monkeypatch, first):
+    """Rows 16 bytes apart whose first starts between: the loads must not assume more than is so."""
+    i = expert_inputs(5, 3, 32, 8, 2, device=DEVICE)
+    wide = torch.full((5, 48), float("nan"), device=DEVICE)
+    x = wide[:, first : first + 32].copy_(i.x)
+    promised, kernel = [], experts._p_experts_up_kernel
+
+    class Recorder:
+        def __getitem__(self, grid):
+            def launch(*args, **kwargs):
+                promised.append(kwargs["ALIGN"])
+                return kernel[grid](*args, **kwargs)
+
+            return launch
+
+    monkeypatch.setattr(experts, "_p_experts_up_kernel", Recorder())
+    out = fused_experts(x, i.w_up, i.w_down, i.topk_weights, i.topk_ids)
+    assert x.data_ptr() % promised[0] == 0 and x.stride(0) * 4 % promised[0] == 0
+    assert_close(out, moe_oracle(i.x, i.w_up, i.w_down, i.topk_weights, i.topk_ids))
+
+
+@pytest.mark.parametrize("activation", [GPT_OSS, SwiGLU(limit=7.0)])
+def test_nan_is_not_hidden_by_the_limit(activation):
+    i = expert_inputs(3, 2, 8, 4, 2, device=DEVICE)
+    i.x[1] = float("nan")
+    out = fused_experts(i.x, i.w_up, i.w_down, i.topk_weights, i.topk_ids, activation=activation)
+    assert out[1].isnan().all() and not out[0].isnan().any() and not out[2].isnan().any()

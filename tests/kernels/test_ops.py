@@ -432,7 +432,7 @@ def test_check_tensor_names_everything():
 SIGNATURES = {
     "ExpertSchedule": "row_address, pair_address, weight_address, lane_base, lane_prefix, lane_start, "
     "expert_base, tiles, num_tiles, error, block_m, top_k, cap_rows, cap_pairs, hidden_size, "
-    "row_stride, dtype",
+    "row_stride, dtype, row_alignment=16",
     "GemmConfig": "block_m, block_n, block_k, num_warps=4, num_stages=3, group_m=8",
     "MessageLayout": "num_experts, cap_rows, top_k, hidden_size, dtype, with_token_ids=False",
     "ReplyLayout": "cap_rows, hidden_size, dtype",
@@ -536,3 +536,59 @@ def test_poison_is_poison():
         buffer = poison(3, 2, dtype=dtype, device=DEVICE)
         assert buffer.isnan().all() if dtype.is_floating_point else (buffer > 90).all()
     assert addresses([None]).tolist() == [0] and ReplyLayout(0, 1, torch.float32).nbytes == 128
+
+
+def every_other(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, two elements apart."""
+    view = torch.zeros(*tensor.shape, 2, dtype=tensor.dtype, device=tensor.device)[..., 0]
+    return view.copy_(tensor)
+
+
+def test_tables_that_are_not_contiguous_are_refused():
+    size, bucket = blocks(4, 2)
+    layout = MessageLayout(size, 4, 2, 8, torch.float32)
+    world = World(2, 2, layout)
+    world.begin([3, 3])
+    i = expert_inputs(3, 4, 8, 4, 2, device=DEVICE)
+    args, lane = (i.x, i.topk_ids, i.topk_weights), world.lanes[0]
+    table, given = world.requests_of(0), {"layout": layout, "lane": lane}
+    with pytest.raises(ValueError, match="expert_bucket is not contiguous"):
+        dispatch(*args, expert_bucket=every_other(bucket), slots=table, **given)
+    with pytest.raises(ValueError, match="slots is not contiguous"):
+        dispatch(*args, expert_bucket=bucket, slots=every_other(table), **given)
+    with pytest.raises(ValueError, match="sent is not contiguous"):
+        sent = every_other(torch.zeros(2, dtype=torch.int64, device=DEVICE))
+        dispatch(*args, expert_bucket=bucket, slots=table, sent=sent, **given)
+    abort, status = status_cell()
+    with pytest.raises(ValueError, match="slots is not contiguous"):
+        wait(every_other(table), lane, abort=abort, status=status, timeout_s=1)
+    with pytest.raises(ValueError, match="reply_slots is not contiguous"):
+        row_map = torch.full((2, 3), -1, dtype=torch.int32, device=DEVICE)
+        combine(every_other(world.replies_of(0)), row_map, world.reply_layout, lane)
+    with pytest.raises(ValueError, match="slots is not contiguous"):
+        arrival(every_other(world.requests_to(0)), world.ffn_lanes[0], layout)
+
+
+def test_schedule_of_another_layout_is_refused():
+    layout = MessageLayout(5, 4, 2, 8, torch.float32)
+    slots = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    lanes = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE)
+    for name, value in (("num_experts", 3), ("top_k", 1), ("hidden_size", 4), ("dtype", torch.float16)):
+        other = new_schedule(2, dataclasses.replace(layout, **{name: value}), block_m=16, device=slots.device)
+        with pytest.raises(ValueError, match=f"schedule has {name} {value}; allowed: the layout's"):
+            arrival(slots, lanes, layout, schedule=other)
+    with pytest.raises(ValueError, match="status has shape"):
+        arrival(slots, lanes, layout, status=torch.zeros(8, dtype=torch.int64, device=DEVICE))
+
+
+def test_reply_refuses_results_of_another_shape():
+    layout = MessageLayout(5, 4, 2, 8, torch.float32)
+    slots = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    lanes = torch.zeros(2, 8, dtype=torch.int64, device=DEVICE)
+    schedule = arrival(slots, lanes, layout)
+    y = torch.zeros(16, 8, device=DEVICE)
+    reply(y, schedule, slots, lanes, ReplyLayout(4, 8, torch.float32))
+    with pytest.raises(ValueError, match="y has shape"):
+        reply(y[1:], schedule, slots, lanes, ReplyLayout(4, 8, torch.float32))
+    with pytest.raises(ValueError, match="y is not contiguous"):
+        reply(every_other(y), schedule, slots, lanes, ReplyLayout(4, 8, torch.float32))

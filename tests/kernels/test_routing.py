@@ -358,3 +358,41 @@ def test_out_and_workspace(launches):
     with pytest.raises(ValueError, match=f"at least {nbytes}"):
         route(x, w, top_k=3, workspace=workspace[:-1])
     launches.expect("_gate_kernel")
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0])
+def test_sqrt_softplus_keeps_its_digits_far_below_zero(scale):
+    logits = (torch.linspace(-9, 9, 96) * scale).view(2, 48)
+    weights, ids = top_k_from_logits(logits.to(DEVICE), top_k=32, scoring="sqrt_softplus")
+    want = (logits.double().clamp(min=0) + torch.log1p(torch.exp(-logits.double().abs()))).sqrt()
+    want = want.gather(1, ids.cpu().long())
+    assert ((weights.cpu().double() - want).abs() / want).max() < 2e-5
+
+
+def test_group_with_both_infinities_in_its_bias_is_open():
+    bias = torch.tensor([0.0, 0.0, INF, -INF, 0.0, 0.0])
+    logits = torch.arange(6.0).view(1, 6)
+    kwargs = {"top_k": 2, "scoring": "sigmoid", "num_groups": 3, "topk_groups": 1}
+    weights, ids = top_k_from_logits(logits.to(DEVICE), selection_bias=bias.to(DEVICE), **kwargs)
+    assert ids.tolist() == [[2, 3]] and weights.isfinite().all()
+    assert top_k_from_logits_ref(logits, selection_bias=bias, **kwargs)[1].tolist() == [[2, 3]]
+
+
+def test_reference_takes_no_rows_in_groups():
+    weights, ids = top_k_from_logits_ref(torch.empty(0, 8), top_k=2, num_groups=4, topk_groups=2)
+    assert weights.shape == ids.shape == (0, 2)
+
+
+def test_one_expert_or_one_column_may_have_any_last_stride():
+    x = torch.ones(3, 2, device=DEVICE)[:, :1].t().contiguous().t()  # strides (1, 3)
+    w = torch.full((1, 1), 2.0, device=DEVICE).expand(1, 1)
+    assert x.stride(1) != 1 and route(x, w, top_k=1)[1].tolist() == [[0]] * 3
+    assert top_k_from_logits(x, top_k=1)[0].tolist() == [[1.0]] * 3
+
+
+def test_workspace_in_two_dimensions_is_refused():
+    x, w = torch.ones(5, 64, device=DEVICE), torch.ones(4, 64, device=DEVICE)
+    workspace = torch.zeros(2, 4096, dtype=torch.uint8, device=DEVICE)
+    for wrong in (workspace, workspace[:, 0], workspace[0, 1:]):
+        with pytest.raises(ValueError, match="workspace"):
+            route(x, w, top_k=2, workspace=wrong)
