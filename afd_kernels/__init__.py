@@ -8,7 +8,8 @@ names it and says what is allowed (``TypeError`` where it is no tensor).
 from afd_kernels.arrival import ExpertSchedule, arrival, new_schedule, schedule_bytes
 from afd_kernels.combine import combine
 from afd_kernels.dispatch import dispatch, dispatch_workspace
-from afd_kernels.experts import GemmConfig, SwiGLU, experts_forward, experts_workspace, pick, pick_experts
+from afd_kernels.experts import SwiGLU, experts_forward, experts_workspace
+from afd_kernels.launch import GemmConfig, pick, pick_experts
 from afd_kernels.layer import fused_experts, fused_experts_workspace, fused_moe
 from afd_kernels.message import (
     MODE_OFFLINE,
@@ -25,6 +26,7 @@ from afd_kernels.reply import REPLY_WORKSPACE, reply
 from afd_kernels.routing import route, route_workspace, top_k_from_logits
 from afd_kernels.signal import Status, StatusCode, wait
 from afd_kernels.step import StepMember, begin_step, enter_step
+from afd_kernels.support import supported
 
 __all__ = [
     "MODE_OFFLINE",
@@ -60,6 +62,7 @@ __all__ = [
     "schedule_bytes",
     "signal_word",
     "split_word",
+    "supported",
     "tensor_at",
     "top_k_from_logits",
     "wait",

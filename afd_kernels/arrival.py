@@ -283,12 +283,21 @@ def _arrival(
             slots, lanes, slots, tensors, layout, block_m, local=False, max_rows=max_rows, layer=layer, status=status
         )
     else:
-        fill_schedule_ref(slots, lanes, layout, tensors, block_m, max_rows=max_rows, layer=layer, status=status)
+        _fill(slots, lanes, layout, tensors, block_m, max_rows=max_rows, layer=layer, status=status)
 
 
 @reference
-def fill_schedule_ref(slots, lanes, layout, tensors, block_m, x=None, max_rows=None, layer=-1, status=None):
-    """Plain-torch merge: fills the schedule's tensors in place. x: where given, the rows lie there (one local slot)."""
+def arrival_ref(slots, lanes, layout, *, block_m=None, schedule=None, layer=-1, status=None):
+    """Plain-torch ``arrival``."""
+    if schedule is None:
+        schedule = new_schedule(slots.numel(), layout, block_m=block_m or 16, device=slots.device)
+    _fill(slots, lanes, layout, schedule.tensors(), schedule.block_m, max_rows=schedule.cap_rows, layer=layer,
+          status=status)  # fmt: skip
+    return schedule
+
+
+def _fill(slots, lanes, layout, tensors, block_m, max_rows=None, layer=-1, status=None):
+    """Fills the schedule's tensors in place."""
     row_address, pair_address, weight_address, lane_base, lane_prefix, lane_start, expert_base = tensors[:7]
     tiles, num_tiles, error = tensors[7:]
     num_lanes, experts = row_address.numel(), layout.num_experts
@@ -318,8 +327,6 @@ def fill_schedule_ref(slots, lanes, layout, tensors, block_m, x=None, max_rows=N
         rows[lane] = header[Header.ROWS]
     for offset, target in (("rows", row_address), ("pairs", pair_address), ("weights", weight_address)):
         target.copy_(slots + layout.offset(offset))
-    if x is not None:
-        row_address.fill_(x.data_ptr())
     lane_base[0], lane_prefix[:, 0], expert_base[0] = 0, 0, 0
     lane_base[1:] = rows.cumsum(0)
     lane_prefix[:, 1:] = counts.cumsum(1)

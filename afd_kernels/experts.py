@@ -10,11 +10,8 @@ does not depend on the other rows of the batch, for a given tile shape.
 
 from __future__ import annotations
 
-import functools
-import json
 import math
-from dataclasses import dataclass, replace
-from importlib import resources
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -30,6 +27,7 @@ from afd_kernels._op import (
     workspace_for,
 )
 from afd_kernels.arrival import TILE_SHIFT, ExpertSchedule
+from afd_kernels.launch import GemmConfig, num_programs, pick_experts
 from afd_kernels.message import tensor_at
 
 _TILE_SHIFT = tl.constexpr(TILE_SHIFT)
@@ -53,87 +51,6 @@ class SwiGLU:
 
     def __post_init__(self) -> None:
         check(self.limit is None or self.limit > 0, f"limit is {self.limit}; allowed: None, or above 0")
-
-
-@dataclass(frozen=True)
-class GemmConfig:
-    """Launch configuration of one grouped GEMM.
-
-    block_m, block_n, block_k: rows and output columns of a tile, and the depth of one step of its sum.
-    group_m: row tiles that share weights.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int = 4
-    num_stages: int = 3
-    group_m: int = 8
-
-    def shared_memory(self, itemsize: int, weight_blocks: int) -> int:
-        """Bytes of shared memory that the pipeline needs. weight_blocks: weight tiles per row tile (2: gate and up)."""
-        rows = self.block_m + weight_blocks * self.block_n
-        # wgmma reads its tiles while the next load is under way: one buffer more than with mma
-        buffers = self.num_stages if self.block_m >= 64 and itemsize == 2 else max(1, self.num_stages - 1)
-        return buffers * rows * self.block_k * itemsize
-
-
-@functools.cache
-def _table(gpu: str) -> dict[str, list[dict[str, int]]]:
-    folder = resources.files("afd_kernels") / "configs"
-    path = folder / gpu / "experts.json"
-    return json.loads((path if path.is_file() else folder / "default" / "experts.json").read_text())
-
-
-def pick(
-    op: str, rows_per_expert: float, dtype: torch.dtype, *, gpu: str = "default", shared_memory: int = 101376
-) -> GemmConfig:
-    """The launch configuration of ``experts_up`` or ``experts_down``: a pure function of its arguments.
-
-    rows_per_expert: expected rows of an expert that has any. gpu: folder under ``configs``. shared_memory: bytes that
-    one block may use on the card; a configuration that needs more is made smaller, stages first.
-    """
-    key = f"{op}/{'4byte' if dtype.itemsize == 4 else '2byte'}"
-    entries = _table(gpu)[key]
-    entry = next((e for e in entries if rows_per_expert <= e["rows"]), entries[-1])
-    config = GemmConfig(**{k: v for k, v in entry.items() if k != "rows"})
-    return _fit(config, op, dtype, shared_memory)
-
-
-def _fit(config: GemmConfig, op: str, dtype: torch.dtype, shared_memory: int) -> GemmConfig:
-    blocks = 2 if op == "experts_up" else 1
-    while config.shared_memory(dtype.itemsize, blocks) > shared_memory:
-        if config.num_stages > 2:
-            config = replace(config, num_stages=config.num_stages - 1)
-        elif config.block_k > 16:
-            config = replace(config, block_k=config.block_k // 2)
-        else:
-            config = replace(config, block_n=config.block_n // 2)
-        check(config.block_n >= 16, f"shared_memory is {shared_memory} bytes; allowed: enough for a 16-column tile")
-    return config
-
-
-@functools.cache
-def _device_limits(index: int) -> tuple[str, int, int]:
-    p = torch.cuda.get_device_properties(index)
-    folder = p.name.lower().replace("nvidia ", "").replace(" ", "-")
-    return folder, p.shared_memory_per_block_optin, p.multi_processor_count  # type: ignore[attr-defined]
-
-
-def pick_for(op: str, rows_per_expert: float, dtype: torch.dtype, device: torch.device) -> GemmConfig:
-    """``pick`` with the limits of ``device``."""
-    folder, shared_memory, _ = _limits(device)
-    return pick(op, rows_per_expert, dtype, gpu=folder, shared_memory=shared_memory)
-
-
-def _limits(device: torch.device) -> tuple[str, int, int]:
-    if device.type != "cuda":
-        return "default", 101376, 2
-    return _device_limits(device.index if device.index is not None else torch.cuda.current_device())
-
-
-def _num_programs(device: torch.device, tiles: int) -> int:
-    return max(1, min(tiles, 2 * _limits(device)[2]))
 
 
 @triton.jit
@@ -337,22 +254,6 @@ def experts_workspace(schedule: ExpertSchedule, intermediate_size: int) -> int:
     return schedule.cap_pairs * intermediate_size * schedule.dtype.itemsize
 
 
-def pick_experts(
-    num_pairs: int, num_experts: int, dtype: torch.dtype, device: torch.device, *, block_m: int | None = None
-) -> tuple[GemmConfig, GemmConfig]:
-    """Configurations of both GEMMs for at most ``num_pairs`` pairs over ``num_experts`` experts.
-
-    Both have the same block_m: the given one where there is one.
-    """
-    rows, shared_memory = num_pairs / max(1, num_experts), _limits(device)[1]
-    up, down = (pick_for(op, rows, dtype, device) for op in ("experts_up", "experts_down"))
-    block_m = block_m or min(up.block_m, down.block_m)
-    return (
-        _fit(replace(up, block_m=block_m), "experts_up", dtype, shared_memory),
-        _fit(replace(down, block_m=block_m), "experts_down", dtype, shared_memory),
-    )
-
-
 def _flat(config: tuple[GemmConfig, GemmConfig] | None) -> list[int]:
     """For the op's boundary; empty where the launcher picks: the tables are not read inside ``torch.compile``."""
     return [n for c in config or () for n in (c.block_m, c.block_n, c.block_k, c.num_warps, c.num_stages, c.group_m)]
@@ -366,7 +267,7 @@ def _experts(
     num_lanes, intermediate = schedule[0].numel(), w_down.shape[2]
     if not runs_kernel(w_up):
         activation = SwiGLU(constants[0], constants[1], constants[2] or None, *flags)
-        experts_ref(schedule, w_up, w_down, b_up, b_down, y, top_k, row_stride, activation)
+        _loop_experts(schedule, w_up, w_down, b_up, b_down, y, top_k, row_stride, activation)
         return
     if y.shape[0] == 0:
         return
@@ -378,7 +279,7 @@ def _experts(
         c1, c2 = pick_experts(y.shape[0], w_up.shape[0], w_up.dtype, w_up.device, block_m=block_m)
     hidden, itemsize = w_down.shape[1], w_up.dtype.itemsize
     shared = {"A": num_lanes, "A_PAD": triton.next_power_of_2(num_lanes), "TOP_K": top_k}
-    grid = (_num_programs(w_up.device, tiles.numel() * triton.cdiv(intermediate, c1.block_n)),)
+    grid = (num_programs(w_up.device, tiles.numel() * triton.cdiv(intermediate, c1.block_n)),)
     _p_experts_up_kernel[grid](
         row_address, pair_address, lane_prefix, lane_start, expert_base, tiles, num_tiles, w_up,
         w_up if b_up is None else b_up, h, row_stride * itemsize, intermediate, hidden, *w_up.stride(),
@@ -387,7 +288,7 @@ def _experts(
         ALIGN=math.gcd(row_stride * itemsize, row_alignment), num_warps=c1.num_warps, num_stages=c1.num_stages,
         enable_fp_fusion=True,
     )  # fmt: skip
-    grid = (_num_programs(w_up.device, tiles.numel() * triton.cdiv(hidden, c2.block_n)),)
+    grid = (num_programs(w_up.device, tiles.numel() * triton.cdiv(hidden, c2.block_n)),)
     _p_experts_down_kernel[grid](
         pair_address, lane_base, lane_prefix, lane_start, expert_base, tiles, num_tiles, h, w_down,
         w_down if b_down is None else b_down, y, hidden, intermediate, *w_down.stride(),
@@ -401,8 +302,19 @@ def _meta(config: GemmConfig) -> dict[str, int]:
 
 
 @reference
-def experts_ref(schedule, w_up, w_down, b_up, b_down, y, top_k, row_stride, activation):
-    """Plain-torch twin of both GEMMs: a loop over experts and lanes."""
+def experts_forward_ref(
+    schedule, w_up, w_down, *, activation=SwiGLU(), b_up=None, b_down=None, y=None, workspace=None, config=None
+):
+    """Plain-torch ``experts_forward``."""
+    if y is None:
+        shape = (schedule.cap_rows * schedule.top_k, schedule.hidden_size)
+        y = torch.empty(shape, dtype=schedule.dtype, device=w_up.device)
+    _loop_experts(schedule.tensors(), w_up, w_down, b_up, b_down, y, schedule.top_k, schedule.row_stride, activation)
+    return y
+
+
+def _loop_experts(schedule, w_up, w_down, b_up, b_down, y, top_k, row_stride, activation):
+    """A loop over experts and lanes."""
     row_address, pair_address, _, lane_base, lane_prefix, lane_start = schedule[:6]
     hidden, dtype = w_down.shape[1], w_up.dtype
     bases, prefix, start = lane_base.tolist(), lane_prefix.tolist(), lane_start.tolist()

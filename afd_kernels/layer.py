@@ -12,7 +12,8 @@ from afd_kernels.arrival import ExpertSchedule, _named, launch_merge
 from afd_kernels.arrival import _carve as _carve_schedule
 from afd_kernels.dispatch import _carve as _carve_plan
 from afd_kernels.dispatch import launch_plan
-from afd_kernels.experts import SwiGLU, check_experts, expert_ref, experts_forward, pick_experts
+from afd_kernels.experts import SwiGLU, check_experts, expert_ref, experts_forward
+from afd_kernels.launch import pick_experts
 from afd_kernels.message import MAX_TOP_K, MessageLayout
 from afd_kernels.reply import weighted_row, weighted_sum_ref
 from afd_kernels.routing import route

@@ -102,7 +102,7 @@ def _reply(
 ) -> None:  # fmt: skip
     num_lanes, hidden = reply_slots.numel(), y.shape[1]
     if not runs_kernel(y):
-        reply_ref(y, weight_address, lane_base, reply_slots, lanes, top_k, ReplyLayout(cap_rows, hidden, dtype))
+        _answer(y, weight_address, lane_base, reply_slots, lanes, top_k, ReplyLayout(cap_rows, hidden, dtype))
         return
     block_h = min(1024, triton.next_power_of_2(hidden))
     grid = max(1, min(num_lanes * cap_rows * triton.cdiv(hidden, block_h), 1024))
@@ -115,8 +115,12 @@ def _reply(
 
 
 @reference
-def reply_ref(y, weight_address, lane_base, reply_slots, lanes, top_k, layout):
-    """Plain-torch reply."""
+def reply_ref(y, schedule, reply_slots, lanes, layout, *, workspace=None):
+    """Plain-torch ``reply``."""
+    _answer(y, schedule.weight_address, schedule.lane_base, reply_slots, lanes, schedule.top_k, layout)
+
+
+def _answer(y, weight_address, lane_base, reply_slots, lanes, top_k, layout):
     bases = lane_base.tolist()
     for lane, (address, state) in enumerate(zip(reply_slots.tolist(), lanes.tolist(), strict=True)):
         if address == 0 or state[Lane.MODE] != MODE_ONLINE:

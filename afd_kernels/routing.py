@@ -370,7 +370,8 @@ def _check_route(hidden_states, gate_weight, gate_bias):
     return hidden_states.shape[0], hidden_states.shape[1], gate_weight.shape[0]
 
 
-def _check_top_k(num_experts, top_k, scoring, selection_bias, num_groups, topk_groups, like):
+def check_top_k_sizes(num_experts: int, top_k: int, scoring: str, num_groups: int, topk_groups: int) -> None:
+    """Refuses sizes that the top-k does not take."""
     check(1 <= num_experts <= MAX_EXPERTS, f"the number of experts is {num_experts}; allowed: 1 … {MAX_EXPERTS}")
     check(scoring in SCORINGS, f"scoring is {scoring!r}; allowed: {', '.join(SCORINGS)}")
     check(
@@ -381,6 +382,10 @@ def _check_top_k(num_experts, top_k, scoring, selection_bias, num_groups, topk_g
     open_experts = num_experts // num_groups * topk_groups
     most = min(MAX_TOP_K, open_experts)
     check(1 <= top_k <= most, f"top_k is {top_k}; allowed: 1 … {most} ({open_experts} experts in the open groups)")
+
+
+def _check_top_k(num_experts, top_k, scoring, selection_bias, num_groups, topk_groups, like):
+    check_top_k_sizes(num_experts, top_k, scoring, num_groups, topk_groups)
     if selection_bias is not None:
         check_tensor("selection_bias", selection_bias, shape=(num_experts,), dtypes=_FLOATS, like=like)
         check(selection_bias.is_contiguous(), "selection_bias is not contiguous; call .contiguous()")

@@ -18,7 +18,7 @@ from afd_kernels import (
     schedule_bytes,
     tensor_at,
 )
-from afd_kernels.arrival import TILE_SHIFT, fill_schedule_ref
+from afd_kernels.arrival import TILE_SHIFT, arrival_ref
 from afd_kernels.testing import poison
 
 NAMES = ("row_address", "pair_address", "weight_address", "lane_base", "lane_prefix", "lane_start", "expert_base",
@@ -91,9 +91,12 @@ def check_reference(schedule, world: World) -> None:
     """The reference on CPU copies of the slots; addresses are compared as offsets into their slots."""
     copies = [slot.cpu().clone() for slot in world.requests[0]]
     slots = torch.tensor([c.data_ptr() for c in copies])
-    twin = new_schedule(schedule.num_lanes, world.layout, block_m=schedule.block_m, device=torch.device("cpu"))
+    twin = new_schedule(
+        schedule.num_lanes, world.layout, block_m=schedule.block_m, device=torch.device("cpu"),
+        max_rows=schedule.cap_rows,
+    )  # fmt: skip
     lanes, layer = world.merged_with  # a lane that is refused goes offline
-    fill_schedule_ref(slots, lanes, world.layout, twin.tensors(), schedule.block_m, layer=layer)
+    arrival_ref(slots, lanes, world.layout, schedule=twin, layer=layer)
     assert torch.equal(lanes, world.ffn_lanes[0].cpu())
     tiles = int(twin.num_tiles)
     for name in NAMES[3:]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts: one-rank layer, both grouped GEMMs, reply and launch table, against references and an fp64 loop."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -28,7 +29,7 @@ from afd_kernels import (
     route,
     signal_word,
 )
-from afd_kernels.experts import experts_ref
+from afd_kernels.experts import experts_forward_ref
 from afd_kernels.layer import fused_experts_ref
 from afd_kernels.reply import reply_ref
 from afd_kernels.testing import assert_close, expert_inputs, moe_oracle, poison
@@ -275,15 +276,23 @@ def test_experts_forward_on_lanes(rows, dtype, launches):
     launches.expect("_merge_kernel", "_p_experts_up_kernel", "_p_experts_down_kernel")
 
 
+def on_cpu(schedule, moved: torch.Tensor):
+    """The schedule over copies of the slots, each ``moved`` bytes away."""
+    names = [field.name for field in dataclasses.fields(schedule)][:10]
+    tensors = dict(zip(names, to_cpu(schedule.tensors()), strict=True))
+    for name in names[:3]:
+        tensors[name] += moved
+    return dataclasses.replace(schedule, **tensors)
+
+
 def test_experts_ref_on_lanes(dtype):
     world, i, schedule = arrived([5, 0, 20], 6, 3, 24, dtype)
     y = run_experts(schedule, i)
-    tensors, slots = to_cpu(schedule.tensors()), [s.cpu() for s in world.requests[0]]
-    moved = torch.tensor([s.data_ptr() for s in slots]) - world.requests_to(0).cpu()
-    for table in tensors[:3]:
-        table += moved
+    slots = [s.cpu() for s in world.requests[0]]
+    copy = on_cpu(schedule, torch.tensor([s.data_ptr() for s in slots]) - world.requests_to(0).cpu())
     twin = poison(*y.shape, dtype=dtype)
-    experts_ref(tensors, *to_cpu([i.w_up, i.w_down, i.b_up, i.b_down]), twin, 3, 24, SwiGLU())
+    w_up, w_down, b_up, b_down = to_cpu([i.w_up, i.w_down, i.b_up, i.b_down])
+    experts_forward_ref(copy, w_up, w_down, b_up=b_up, b_down=b_down, y=twin)
     assert torch.equal(y.cpu().isnan(), twin.isnan())
     assert_close(y.cpu().nan_to_num(), twin.nan_to_num())
 
@@ -331,9 +340,8 @@ def check_reply(world, schedule, y, reply_layout):
     reply(y, schedule, addresses(slots), lanes, reply_layout)
     copies, twin = [new_slot(reply_layout).cpu() for _ in slots], state.clone()
     requests = [s.cpu() for s in world.requests[0]]
-    at = world.layout.offset("weights")
-    reply_ref(y.cpu(), torch.tensor([r.data_ptr() + at for r in requests]), schedule.lane_base.cpu(),
-              torch.tensor([c.data_ptr() for c in copies]), twin, schedule.top_k, reply_layout)  # fmt: skip
+    copy = on_cpu(schedule, torch.tensor([r.data_ptr() for r in requests]) - world.requests_to(0).cpu())
+    reply_ref(y.cpu(), copy, torch.tensor([c.data_ptr() for c in copies]), twin, reply_layout)
     assert torch.equal(lanes.cpu(), twin)
     bases, k = schedule.lane_base.tolist(), schedule.top_k
     for a, (slot, copy) in enumerate(zip(to_cpu(slots), copies, strict=True)):

@@ -2,6 +2,7 @@
 """The package's face: registered ops eager and compiled, gradients refused, typed errors, pinned signatures."""
 
 import dataclasses
+import importlib
 import inspect
 import subprocess
 import sys
@@ -466,6 +467,7 @@ SIGNATURES = {
     "signal_word": "session, step, exchange",
     "split_word": "word",
     "tensor_at": "address, nbytes, device",
+    "supported": "op, *, dtype, device='cuda', **sizes",
     "top_k_from_logits": "logits, *, top_k, scoring='softmax', selection_bias=None, num_groups=1, topk_groups=1, "
     "renormalize=False, scale=1.0, out=None",
     "wait": "slots, lanes, *, abort, status, timeout_s",
@@ -486,7 +488,8 @@ def described(function) -> str:
             parts.append("*")
             star = True
         default = "SwiGLU()" if p.default == SwiGLU() else repr(p.default)
-        parts.append(p.name if p.default is p.empty else f"{p.name}={default}")
+        name = f"**{p.name}" if p.kind is p.VAR_KEYWORD else p.name
+        parts.append(name if p.default is p.empty else f"{name}={default}")
     return ", ".join(parts)
 
 
@@ -592,3 +595,41 @@ def test_reply_refuses_results_of_another_shape():
         reply(y[1:], schedule, slots, lanes, ReplyLayout(4, 8, torch.float32))
     with pytest.raises(ValueError, match="y is not contiguous"):
         reply(every_other(y), schedule, slots, lanes, ReplyLayout(4, 8, torch.float32))
+
+
+TWINS = {"route": "routing", "top_k_from_logits": "routing", "dispatch": "dispatch", "arrival": "arrival",
+         "experts_forward": "experts", "reply": "reply", "combine": "combine", "wait": "signal", "enter_step": "step",
+         "fused_experts": "layer"}  # fmt: skip
+OUTPUTS = {"out", "workspace"}  # a reference may do without
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_reference_has_its_op_s_signature(name):
+    module = importlib.import_module(f"afd_kernels.{TWINS[name]}")
+    op, twin = (described(function).split(", ") for function in (getattr(module, name), getattr(module, f"{name}_ref")))
+    missing = {part.partition("=")[0] for part in op} - {part.partition("=")[0] for part in twin}
+    assert missing <= OUTPUTS and [part for part in op if part in twin] == twin
+
+
+@pytest.mark.parametrize(
+    "op,dtype,sizes,reason",
+    [("route", torch.bfloat16, {"num_experts": 256, "top_k": 8, "num_groups": 8, "topk_groups": 4}, None),
+     ("route", torch.float32, {"num_experts": 1025, "top_k": 8}, "the number of experts is 1025; allowed: 1 … 1024"),
+     ("route", torch.float32, {"num_experts": 8, "top_k": 3, "num_groups": 4}, "top_k is 3; allowed: 1 … 2"),
+     ("route", torch.float32, {"num_experts": 64, "top_k": 33}, "top_k is 33; allowed: 1 … 32"),
+     ("dispatch", torch.float8_e4m3fn, {"num_experts": 8, "top_k": 2, "hidden_size": 64}, "dtype is torch.float8"),
+     ("experts_forward", torch.float16, {"num_experts": 8, "top_k": 2, "hidden_size": 0}, "hidden_size is 0; allow"),
+     ("fused_experts", torch.float16, {"num_experts": 8, "top_k": 2, "hidden_size": 64, "cap_rows": 65536}, None)],
+)  # fmt: skip
+def test_supported(op, dtype, sizes, reason):
+    answer = afd_kernels.supported(op, dtype=dtype, device=DEVICE, **sizes)
+    assert answer is None if reason is None else answer.startswith(reason)
+
+
+def test_supported_says_what_the_launcher_says():
+    with pytest.raises(ValueError) as error:
+        afd_kernels.route(torch.zeros(2, 8, device=DEVICE), torch.zeros(6, 8, device=DEVICE), top_k=2, num_groups=4)
+    answer = afd_kernels.supported("route", dtype=torch.float32, device=DEVICE, num_experts=6, top_k=2, num_groups=4)
+    assert answer == str(error.value)
+    with pytest.raises(ValueError, match="op is 'gemm'; allowed: route, dispatch"):
+        afd_kernels.supported("gemm", dtype=torch.float32)
