@@ -10,11 +10,10 @@ import triton.language as tl
 from afd_kernels._op import Carver, check, check_tensor, is_tracing, reference, register, runs_kernel, workspace_for
 from afd_kernels.arrival import ExpertSchedule, _named, launch_merge
 from afd_kernels.arrival import _carve as _carve_schedule
-from afd_kernels.dispatch import _carve as _carve_plan
-from afd_kernels.dispatch import launch_plan
 from afd_kernels.experts import SwiGLU, check_experts, expert_ref, experts_forward
 from afd_kernels.launch import pick_experts
 from afd_kernels.message import MAX_TOP_K, MessageLayout
+from afd_kernels.plan import carve_plan, launch_plan
 from afd_kernels.reply import weighted_row, weighted_sum_ref
 from afd_kernels.routing import route
 
@@ -106,7 +105,7 @@ def fused_experts_workspace(
 
 def _carve(carver: Carver, layout: MessageLayout, intermediate: int, block_m: int) -> tuple:
     pairs = layout.cap_rows * layout.top_k
-    plan = _carve_plan(carver, layout.cap_rows, layout.top_k, layout.num_experts, 1)
+    plan = carve_plan(carver, layout.cap_rows, layout.top_k, layout.num_experts, 1)
     slot = carver.take((layout.offset("rows"),), torch.uint8)
     schedule = _carve_schedule(carver, 1, layout, block_m)
     bucket = carver.take((layout.num_experts,), torch.int32)
