@@ -33,7 +33,7 @@ ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 @triton.jit(do_not_specialize=["num_tokens"])
 def _pack_kernel(
     x_ptr, row_map_ptr, slots_ptr, lane_ptr, counter_ptr, num_tokens, D, H, stride_xm, rows_at,
-    BLOCK_H: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     offs_h = tl.arange(0, BLOCK_H)
     chunks = tl.cdiv(H, BLOCK_H)
@@ -126,7 +126,7 @@ def _dispatch(
     grid = max(1, min(num_tokens * triton.cdiv(hidden_size, block_h), 1024))
     _pack_kernel[(grid,)](
         x, row_map, slots, lane, counter, num_tokens, num_peers, hidden_size, x.stride(0), layout.offset("rows"),
-        BLOCK_H=block_h, D_PAD=triton.next_power_of_2(num_peers), num_warps=4, enable_fp_fusion=True,
+        BLOCK_H=block_h, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -39,9 +39,9 @@ def weighted_row(y_ptr, weights, row, cols, H, TOP_K: tl.constexpr):
     return acc
 
 
-@triton.jit(do_not_specialize=["cap_rows"])
+@triton.jit
 def _reply_kernel(
-    y_ptr, weight_address_ptr, lane_base_ptr, slots_ptr, lanes_ptr, counter_ptr, out_ptr, H, cap_rows,
+    y_ptr, weight_address_ptr, lane_base_ptr, slots_ptr, lanes_ptr, counter_ptr, out_ptr, H,
     A: tl.constexpr, A_PAD: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     offs_a, offs_h = tl.arange(0, A_PAD), tl.arange(0, BLOCK_H)
@@ -108,7 +108,6 @@ def _reply(
     grid = max(1, min(num_lanes * cap_rows * triton.cdiv(hidden, block_h), 1024))
     _reply_kernel[(grid,)](
         y, weight_address, lane_base, reply_slots, lanes, workspace.view(torch.int32), element_of(dtype, y), hidden,
-        cap_rows,
         A=num_lanes, A_PAD=triton.next_power_of_2(num_lanes), TOP_K=top_k, BLOCK_H=block_h, num_warps=4,
         enable_fp_fusion=True,
     )  # fmt: skip

@@ -114,9 +114,9 @@ def _ordered_key(value, eligible, index, COUNT: tl.constexpr):
     return (order.to(tl.int64) << 32) | (COUNT - 1 - index).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "split_stride", "scale"])
+@triton.jit(do_not_specialize=["split_stride", "scale"])
 def _top_k_kernel(
-    logits_ptr, gate_bias_ptr, bias_ptr, weights_ptr, ids_ptr, num_tokens, E, split_stride, stride_lm, scale,
+    logits_ptr, gate_bias_ptr, bias_ptr, weights_ptr, ids_ptr, E, split_stride, stride_lm, scale,
     SPLIT_K: tl.constexpr, G: tl.constexpr, G_PAD: tl.constexpr, S_PAD: tl.constexpr, TOPK_GROUPS: tl.constexpr,
     TOP_K: tl.constexpr, K_PAD: tl.constexpr, SCORING: tl.constexpr, RENORMALIZE: tl.constexpr,
     HAS_GATE_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, COUNT: tl.constexpr,
@@ -293,7 +293,7 @@ def _launch_top_k(logits, split_k, split_stride, stride_lm, gate_bias, selection
     group_pad = triton.next_power_of_2(num_groups)
     size_pad = triton.next_power_of_2(num_experts // num_groups)
     _top_k_kernel[(weights.shape[0],)](
-        logits, gate_bias, selection_bias, weights, ids, weights.shape[0], num_experts, split_stride, stride_lm, scale,
+        logits, gate_bias, selection_bias, weights, ids, num_experts, split_stride, stride_lm, scale,
         SPLIT_K=split_k, G=num_groups, G_PAD=group_pad, S_PAD=size_pad, TOPK_GROUPS=min(topk_groups, num_groups),
         TOP_K=top_k, K_PAD=triton.next_power_of_2(top_k), SCORING=scoring, RENORMALIZE=renormalize,
         HAS_GATE_BIAS=gate_bias is not None, HAS_BIAS=selection_bias is not None, COUNT=4096,

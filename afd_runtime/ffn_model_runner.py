@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,14 +14,6 @@ from afd_runtime.metadata import AFDA2FTransferPayload, AFDDPMetadata
 from afd_runtime.stage_graphs import StageGraphs
 
 GraphKey = tuple[tuple[int, tuple[int, ...]], ...]
-
-
-class FFNModel(Protocol):
-    """What the runner computes with. ``forward`` serves packed messages; the others serve connectors that send rows."""
-
-    def forward(self, layer_idx: int, schedule: Any) -> torch.Tensor:
-        """The scheduled pairs of one layer (``ExpertBank.forward``)."""
-        ...
 
 
 def graph_key(dp_metadata_list: Mapping[int, AFDDPMetadata]) -> GraphKey:
