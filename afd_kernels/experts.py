@@ -64,6 +64,17 @@ def _tile_of(tile_id, num_tiles, num_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def _locate(tiles_ptr, expert_base_ptr, tile_id, num_tiles, num_n, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr):
+    # expert of a tile, where its merged rows begin, the tile's rows [BLOCK_M] within the expert, and its column
+    tile, pid_n = _tile_of(tile_id, num_tiles, num_n, GROUP_M)
+    entry = tl.load(tiles_ptr + tile)
+    expert = entry & _TILE_MASK
+    base = tl.load(expert_base_ptr + expert)
+    offs_r = (entry >> _TILE_SHIFT) * BLOCK_M + tl.arange(0, BLOCK_M)
+    return expert, base, offs_r, offs_r < tl.load(expert_base_ptr + expert + 1) - base, pid_n
+
+
+@triton.jit
 def _pairs_of_tile(
     pair_address_ptr, lane_prefix_ptr, lane_start_ptr, expert, offs_r, mask_r, A: tl.constexpr, A_PAD: tl.constexpr
 ):
@@ -100,12 +111,9 @@ def _p_experts_up_kernel(
     num_tiles = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(N, BLOCK_N)
     for tile_id in range(tl.program_id(0), num_tiles * num_n, tl.num_programs(0)):
-        tile, pid_n = _tile_of(tile_id, num_tiles, num_n, GROUP_M)
-        entry = tl.load(tiles_ptr + tile)
-        expert = entry & _TILE_MASK
-        base = tl.load(expert_base_ptr + expert)
-        offs_r = (entry >> _TILE_SHIFT) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask_r = offs_r < tl.load(expert_base_ptr + expert + 1) - base
+        expert, base, offs_r, mask_r, pid_n = _locate(
+            tiles_ptr, expert_base_ptr, tile_id, num_tiles, num_n, GROUP_M, BLOCK_M
+        )
         lane, pair = _pairs_of_tile(pair_address_ptr, lane_prefix_ptr, lane_start_ptr, expert, offs_r, mask_r, A, A_PAD)
         rows = tl.load(row_address_ptr + lane) + (pair // TOP_K).to(tl.int64) * row_bytes
         x_ptrs = tl.multiple_of(rows, ALIGN).to(tl.pointer_type(w_ptr.dtype.element_ty))
@@ -166,12 +174,9 @@ def _p_experts_down_kernel(
     num_tiles = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(N, BLOCK_N)
     for tile_id in range(tl.program_id(0), num_tiles * num_n, tl.num_programs(0)):
-        tile, pid_n = _tile_of(tile_id, num_tiles, num_n, GROUP_M)
-        entry = tl.load(tiles_ptr + tile)
-        expert = entry & _TILE_MASK
-        base = tl.load(expert_base_ptr + expert)
-        offs_r = (entry >> _TILE_SHIFT) * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask_r = offs_r < tl.load(expert_base_ptr + expert + 1) - base
+        expert, base, offs_r, mask_r, pid_n = _locate(
+            tiles_ptr, expert_base_ptr, tile_id, num_tiles, num_n, GROUP_M, BLOCK_M
+        )
         offs_k = tl.arange(0, BLOCK_K)
         offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N
