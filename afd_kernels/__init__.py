@@ -25,10 +25,11 @@ from afd_kernels.message import (
 from afd_kernels.reply import REPLY_WORKSPACE, reply
 from afd_kernels.routing import route, route_workspace, top_k_from_logits
 from afd_kernels.signal import Status, StatusCode, wait
-from afd_kernels.step import StepMember, begin_step, enter_step
+from afd_kernels.step import INBOX_FIELDS, StepMember, begin_step, enter_step, fill_inbox
 from afd_kernels.support import supported
 
 __all__ = [
+    "INBOX_FIELDS",
     "MODE_OFFLINE",
     "MODE_ONLINE",
     "REPLY_WORKSPACE",
@@ -50,6 +51,7 @@ __all__ = [
     "enter_step",
     "experts_forward",
     "experts_workspace",
+    "fill_inbox",
     "fused_experts",
     "fused_experts_workspace",
     "fused_moe",

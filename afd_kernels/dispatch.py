@@ -25,15 +25,25 @@ from afd_kernels.message import (
     tensor_at,
 )
 from afd_kernels.plan import carve_plan, launch_plan
-from afd_kernels.signal import _MODE, arrive_last, check_lanes, lane_word, publish_host, store_release
+from afd_kernels.signal import (
+    _MODE,
+    arrive_last,
+    check_lanes,
+    check_optional,
+    lane_word,
+    publish_host,
+    ring,
+    ring_ref,
+    store_release,
+)
 
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _pack_kernel(
-    x_ptr, row_map_ptr, slots_ptr, lane_ptr, counter_ptr, num_tokens, D, H, stride_xm, rows_at,
-    BLOCK_H: tl.constexpr,
+    x_ptr, row_map_ptr, slots_ptr, lane_ptr, bells_ptr, counter_ptr, num_tokens, D, H, stride_xm, rows_at,
+    BLOCK_H: tl.constexpr, HAS_BELLS: tl.constexpr,
 ):  # fmt: skip
     offs_h = tl.arange(0, BLOCK_H)
     chunks = tl.cdiv(H, BLOCK_H)
@@ -54,6 +64,8 @@ def _pack_kernel(
             word = lane_word(lane_ptr)
             for d in range(D):
                 store_release(tl.load(slots_ptr + d) + 120, word)
+                if HAS_BELLS:
+                    ring(tl.load(bells_ptr + d), word)
 
 
 def dispatch(
@@ -68,6 +80,7 @@ def dispatch(
     layer: int = 0,
     row_map: torch.Tensor | None = None,
     sent: torch.Tensor | None = None,
+    bells: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sends each token's row, pairs and weights to the peers that compute its experts, and publishes.
@@ -77,7 +90,8 @@ def dispatch(
     slots: int64[D], addresses of the peers' request slots, written. lane: int64[8]; offline sends and publishes
     nothing; rows past ``lane[ROWS]`` are not sent. layer: written into the header.
     row_map: int32[D, M], written: row of each token in each peer's message, -1 where it was not sent; ``combine``
-    needs it. sent: int64[D], the rows sent to each peer are added to it.
+    needs it. sent: int64[D], the rows sent to each peer are added to it. bells: int64[D], addresses of the peers'
+    doorbells (0: none), rung after the words (see ``wait``).
     workspace: uint8[``dispatch_workspace``(M, layout, D)], zeroed once. Returns row_map.
 
     The host writes nothing to a slot when M is over ``layout.cap_rows``: it raises first.
@@ -87,14 +101,14 @@ def dispatch(
     if row_map is None:
         row_map = torch.empty(num_peers, num_tokens, dtype=torch.int32, device=x.device)
     check_tensor("row_map", row_map, shape=(num_peers, num_tokens), dtypes=(torch.int32,), like=x, contiguous=True)
-    if sent is not None:
-        check_tensor("sent", sent, shape=(num_peers,), dtypes=(torch.int64,), like=x, contiguous=True)
+    check_optional("sent", sent, num_peers, torch.int64, x)
+    check_optional("bells", bells, num_peers, torch.int64, x)
     if runs_kernel(x):
         nbytes = dispatch_workspace(num_tokens, layout, num_peers)
         workspace = workspace_for(workspace, nbytes, x.device, "dispatch_workspace")
     else:
         workspace = torch.empty(0, dtype=torch.uint8)
-    args = (x, topk_ids, topk_weights, expert_bucket, slots, lane, row_map, sent, workspace, layout.num_experts,
+    args = (x, topk_ids, topk_weights, expert_bucket, slots, lane, row_map, sent, bells, workspace, layout.num_experts,
             layout.cap_rows, layer)  # fmt: skip
     (_dispatch_op if is_tracing() else _dispatch)(*args)
     return row_map
@@ -110,14 +124,14 @@ def dispatch_workspace(num_tokens: int, layout: MessageLayout, num_peers: int) -
 def _dispatch(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_bucket: torch.Tensor,
     slots: torch.Tensor, lane: torch.Tensor, row_map: torch.Tensor, sent: torch.Tensor | None,
-    workspace: torch.Tensor, num_experts: int, cap_rows: int, layer: int,
+    bells: torch.Tensor | None, workspace: torch.Tensor, num_experts: int, cap_rows: int, layer: int,
 ) -> None:  # fmt: skip
     num_tokens, hidden_size = x.shape
     num_peers = slots.numel()
     layout = MessageLayout(num_experts, cap_rows, topk_ids.shape[1], hidden_size, x.dtype)
     if not runs_kernel(x):
         dispatch_ref(x, topk_ids, topk_weights, expert_bucket=expert_bucket, slots=slots, layout=layout, lane=lane,
-                     layer=layer, row_map=row_map, sent=sent)  # fmt: skip
+                     layer=layer, row_map=row_map, sent=sent, bells=bells)  # fmt: skip
         return
     counter, starts, counts = carve_plan(Carver(workspace), num_tokens, layout.top_k, num_experts, num_peers)
     launch_plan(topk_ids, topk_weights, expert_bucket, slots, lane, row_map, counts, starts, layout, num_peers, layer,
@@ -125,15 +139,16 @@ def _dispatch(
     block_h = min(2048, triton.next_power_of_2(hidden_size))
     grid = max(1, min(num_tokens * triton.cdiv(hidden_size, block_h), 1024))
     _pack_kernel[(grid,)](
-        x, row_map, slots, lane, counter, num_tokens, num_peers, hidden_size, x.stride(0), layout.offset("rows"),
-        BLOCK_H=block_h, num_warps=4, enable_fp_fusion=True,
+        x, row_map, slots, lane, bells, counter, num_tokens, num_peers, hidden_size, x.stride(0),
+        layout.offset("rows"), BLOCK_H=block_h, HAS_BELLS=bells is not None, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 @reference
 def dispatch_ref(
-    x, topk_ids, topk_weights, *, expert_bucket, slots, layout, lane, layer=0, row_map=None, sent=None, workspace=None
-):
+    x, topk_ids, topk_weights, *, expert_bucket, slots, layout, lane, layer=0, row_map=None, sent=None, bells=None,
+    workspace=None,
+):  # fmt: skip
     """Plain-torch ``dispatch``. Slot addresses are those of memory on x's device."""
     num_tokens, top_k = topk_ids.shape
     if row_map is None:
@@ -163,6 +178,8 @@ def dispatch_ref(
             publish_host(address, state[Lane.WORD] | state[Lane.EXCHANGE])
         else:
             message.signal.fill_(state[Lane.WORD] | state[Lane.EXCHANGE])
+        if bells is not None:
+            ring_ref(int(bells[peer]), state[Lane.WORD] | state[Lane.EXCHANGE], x.device)
     return row_map
 
 

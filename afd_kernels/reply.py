@@ -6,6 +6,8 @@ The sum is in fp32 and in choice order. A choice with weight 0 is masked, not mu
 
 from __future__ import annotations
 
+import time
+
 import torch
 import triton
 import triton.language as tl
@@ -17,10 +19,15 @@ from afd_kernels.signal import (
     _EXCHANGE,
     _LANE_FIELDS,
     _MODE,
+    CLOCK_FIELDS,
     arrive_last,
     check_lanes,
+    check_optional,
+    global_timer,
     lane_word,
     publish_host,
+    ring,
+    ring_ref,
     store_release,
 )
 
@@ -41,9 +48,15 @@ def weighted_row(y_ptr, weights, row, cols, H, TOP_K: tl.constexpr):
 
 @triton.jit
 def _reply_kernel(
-    y_ptr, weight_address_ptr, lane_base_ptr, slots_ptr, lanes_ptr, counter_ptr, out_ptr, H,
-    A: tl.constexpr, A_PAD: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    y_ptr, weight_address_ptr, lane_base_ptr, slots_ptr, lanes_ptr, bells_ptr, clock_ptr, counter_ptr, out_ptr, H,
+    A: tl.constexpr, A_PAD: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr, HAS_BELLS: tl.constexpr,
+    HAS_CLOCK: tl.constexpr,
 ):  # fmt: skip
+    if HAS_CLOCK:
+        if tl.program_id(0) == 0:
+            start = global_timer()
+            tl.store(clock_ptr + 1, tl.load(clock_ptr + 1) + start - tl.load(clock_ptr + 3))
+            tl.store(clock_ptr + 3, start)
     offs_a, offs_h = tl.arange(0, A_PAD), tl.arange(0, BLOCK_H)
     ends = tl.load(lane_base_ptr + 1 + offs_a, mask=offs_a < A, other=2147483647)
     chunks = tl.cdiv(H, BLOCK_H)
@@ -62,7 +75,13 @@ def _reply_kernel(
             slot = tl.load(slots_ptr + a)
             if (tl.load(lane_ptr + _MODE) == 1) & (slot != 0):
                 store_release(slot + 120, lane_word(lane_ptr))
+                if HAS_BELLS:
+                    ring(tl.load(bells_ptr + a), lane_word(lane_ptr))
                 tl.store(lane_ptr + _EXCHANGE, tl.load(lane_ptr + _EXCHANGE) + 1)
+        if HAS_CLOCK:
+            end = global_timer()
+            tl.store(clock_ptr + 2, tl.load(clock_ptr + 2) + end - tl.load(clock_ptr + 3, volatile=True))
+            tl.store(clock_ptr + 3, end)
 
 
 def reply(
@@ -72,12 +91,17 @@ def reply(
     lanes: torch.Tensor,
     layout: ReplyLayout,
     *,
+    bells: torch.Tensor | None = None,
+    clock: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> None:
     """Answers every online lane: writes its reply rows, publishes, and advances the lane's exchange.
 
     y: [cap_rows * top_k, H] as ``experts_forward`` wrote it. reply_slots: int64[A], addresses of the requesters' reply
     slots, written. lanes: int64[A, 8], EXCHANGE advanced. layout: of the reply slots (its dtype may be float32).
+    bells: int64[A], addresses of the requesters' doorbells (0: none), rung after the words (see ``wait``).
+    clock: int64[4] that the wait wrote: [1] grows by the nanoseconds from its end to the start of this, [2] by those of
+    this.
     workspace: uint8[``REPLY_WORKSPACE``], zeroed once. A lane with zero rows is answered too.
     """
     shape = (schedule.cap_rows * schedule.top_k, schedule.hidden_size)
@@ -90,36 +114,41 @@ def reply(
         layout.hidden_size == schedule.hidden_size,
         f"layout.hidden_size is {layout.hidden_size}; allowed: the schedule's {schedule.hidden_size}",
     )
+    check_optional("bells", bells, schedule.num_lanes, torch.int64, y)
+    check_optional("clock", clock, CLOCK_FIELDS, torch.int64, y)
     workspace = workspace_for(workspace, REPLY_WORKSPACE, y.device, "REPLY_WORKSPACE")
-    args = (y, schedule.weight_address, schedule.lane_base, reply_slots, lanes, workspace, schedule.top_k,
+    args = (y, schedule.weight_address, schedule.lane_base, reply_slots, lanes, bells, clock, workspace, schedule.top_k,
             layout.cap_rows, layout.dtype)  # fmt: skip
     (_reply_op if is_tracing() else _reply)(*args)
 
 
 def _reply(
     y: torch.Tensor, weight_address: torch.Tensor, lane_base: torch.Tensor, reply_slots: torch.Tensor,
-    lanes: torch.Tensor, workspace: torch.Tensor, top_k: int, cap_rows: int, dtype: torch.dtype,
+    lanes: torch.Tensor, bells: torch.Tensor | None, clock: torch.Tensor | None, workspace: torch.Tensor, top_k: int,
+    cap_rows: int, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     num_lanes, hidden = reply_slots.numel(), y.shape[1]
     if not runs_kernel(y):
-        _answer(y, weight_address, lane_base, reply_slots, lanes, top_k, ReplyLayout(cap_rows, hidden, dtype))
+        layout = ReplyLayout(cap_rows, hidden, dtype)
+        _answer(y, weight_address, lane_base, reply_slots, lanes, top_k, layout, bells, clock)
         return
     block_h = min(1024, triton.next_power_of_2(hidden))
     grid = max(1, min(num_lanes * cap_rows * triton.cdiv(hidden, block_h), 1024))
     _reply_kernel[(grid,)](
-        y, weight_address, lane_base, reply_slots, lanes, workspace.view(torch.int32), element_of(dtype, y), hidden,
-        A=num_lanes, A_PAD=triton.next_power_of_2(num_lanes), TOP_K=top_k, BLOCK_H=block_h, num_warps=4,
-        enable_fp_fusion=True,
+        y, weight_address, lane_base, reply_slots, lanes, bells, clock, workspace.view(torch.int32),
+        element_of(dtype, y), hidden, A=num_lanes, A_PAD=triton.next_power_of_2(num_lanes), TOP_K=top_k,
+        BLOCK_H=block_h, HAS_BELLS=bells is not None, HAS_CLOCK=clock is not None, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 @reference
-def reply_ref(y, schedule, reply_slots, lanes, layout, *, workspace=None):
+def reply_ref(y, schedule, reply_slots, lanes, layout, *, bells=None, clock=None, workspace=None):
     """Plain-torch ``reply``."""
-    _answer(y, schedule.weight_address, schedule.lane_base, reply_slots, lanes, schedule.top_k, layout)
+    _answer(y, schedule.weight_address, schedule.lane_base, reply_slots, lanes, schedule.top_k, layout, bells, clock)
 
 
-def _answer(y, weight_address, lane_base, reply_slots, lanes, top_k, layout):
+def _answer(y, weight_address, lane_base, reply_slots, lanes, top_k, layout, bells=None, clock=None):
+    start = time.monotonic_ns()
     bases = lane_base.tolist()
     for lane, (address, state) in enumerate(zip(reply_slots.tolist(), lanes.tolist(), strict=True)):
         if address == 0 or state[Lane.MODE] != MODE_ONLINE:
@@ -135,7 +164,12 @@ def _answer(y, weight_address, lane_base, reply_slots, lanes, top_k, layout):
             publish_host(address, word)
         else:
             slot.signal.fill_(word)
+        if bells is not None:
+            ring_ref(int(bells[lane]), word, y.device)
         lanes[lane, Lane.EXCHANGE] += 1
+    if clock is not None:
+        end = time.monotonic_ns()
+        clock += torch.tensor([0, start - int(clock[3]), end - start, end - int(clock[3])], device=clock.device)
 
 
 @reference
@@ -147,4 +181,4 @@ def weighted_sum_ref(y, weights):
     return out
 
 
-_reply_op = register("reply", _reply, mutates=("lanes", "workspace"))
+_reply_op = register("reply", _reply, mutates=("lanes", "clock", "workspace"))

@@ -3,6 +3,12 @@
 
 A signal word is session | step | exchange (``message.signal_word``). A waiter passes on equality. A word of another
 session, or a newer one of the same session, is a protocol error and is reported at once; an older one is waited out.
+
+Ranks of different processes on one GPU add a *doorbell*, an int32 that the waiting stream waits for in front of the
+wait kernel: one that spins would share the GPU by time slices with the very process that it waits for. The producer
+publishes, then rings; the wait kernel passes once it has seen both, and silences the bell. Bit 1 of a bell is the
+waiting side's own: nobody will ring (the lane takes no part), or a watchdog lets the stream pass so that the kernel can
+look.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import triton
 import triton.language as tl
 
 from afd_kernels._op import INTERPRETED, check, check_tensor, is_tracing, reference, register, runs_kernel
-from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, MODE_ONLINE, SIGNAL_OFFSET, Lane
+from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, MODE_ONLINE, SIGNAL_OFFSET, Lane, tensor_at
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _SIGNAL_OFFSET = tl.constexpr(SIGNAL_OFFSET)
@@ -28,6 +34,9 @@ _ROWS = tl.constexpr(int(Lane.ROWS))
 _LANE_FIELDS = tl.constexpr(LANE_FIELDS)
 _SESSION_BITS = tl.constexpr(48)
 _BELOW_SESSION = tl.constexpr((1 << 48) - 1)
+BELL_OPEN = 2
+_BELL_OPEN = tl.constexpr(BELL_OPEN)
+CLOCK_FIELDS = 4
 ABORT_EVERY = 64
 INTERPRETER_POLLS = 64
 
@@ -73,6 +82,29 @@ def store_release(address, word):
 
 
 @triton.jit
+def bell_of(word):
+    """What a doorbell holds once the exchange of ``word`` was published: odd, positive, of int32."""
+    return (((word & 0xFFFFFF) << 2) | 1).to(tl.int32)
+
+
+@triton.jit
+def ring(address, word):
+    """System-scope release store of a word's ring at an int64 address (0: nobody listens)."""
+    if address != 0:
+        if _INTERPRETED:
+            tl.atomic_xchg(address.to(tl.pointer_type(tl.int32)), bell_of(word))
+        else:
+            tl.inline_asm_elementwise(
+                "st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0;",
+                "=r,l,r",
+                [address, bell_of(word)],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+
+@triton.jit
 def load_acquire(address):
     """System-scope acquire load of 64-bit words at int64 addresses."""
     if _INTERPRETED:
@@ -84,8 +116,12 @@ def load_acquire(address):
 
 
 @triton.jit
-def _global_timer():
-    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+def global_timer():
+    """Nanoseconds of a clock that all SMs share; 0 in the interpreter."""
+    if _INTERPRETED:
+        return tl.full((), 0, tl.int64)
+    else:
+        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -107,8 +143,9 @@ def lane_word(lane_ptr):
 
 @triton.jit(do_not_specialize=["limit", "D"])
 def _wait_kernel(
-    slots_ptr, lanes_ptr, abort_ptr, status_ptr, limit, D,
+    slots_ptr, lanes_ptr, abort_ptr, status_ptr, bells_ptr, clock_ptr, limit, D,
     PER_LANE: tl.constexpr, LANE_STRIDE: tl.constexpr, D_PAD: tl.constexpr, ABORT_EVERY: tl.constexpr,
+    HAS_BELLS: tl.constexpr, HAS_CLOCK: tl.constexpr,
 ):  # fmt: skip
     offs = tl.arange(0, D_PAD)
     mask = offs < D
@@ -123,13 +160,17 @@ def _wait_kernel(
     if _INTERPRETED:
         start = polls
     else:
-        start = _global_timer()
+        start = global_timer()
     pending = tl.sum(waited.to(tl.int32), axis=0)
     while pending > 0:  # only scalars are carried: triton 3.6 cannot lower vectors here
         observed = load_acquire(address)
         # a lane that failed was set offline below
         online = tl.load(lane + _MODE, mask=waited, other=0, volatile=True) == 1
-        missing = waited & online & (observed != expected)
+        there = observed == expected
+        if HAS_BELLS:  # a ring that came after its word was seen would let the next wait pass too early
+            bell = tl.load(bells_ptr + offs, mask=waited, other=0, volatile=True)
+            there = there & (((bell & ~_BELL_OPEN) == bell_of(expected)) | (bell == _BELL_OPEN))
+        missing = waited & online & (there == 0)
         foreign = (observed != 0) & ((observed >> _SESSION_BITS) != (expected >> _SESSION_BITS))
         newer = (observed & _BELOW_SESSION) > (expected & _BELOW_SESSION)
         wrong = missing & (foreign | newer)
@@ -138,7 +179,7 @@ def _wait_kernel(
         if _INTERPRETED:
             now = polls
         else:
-            now = _global_timer()
+            now = global_timer()
         code = tl.where(wrong, 3, tl.where(now - start > limit, 1, 0))
         if polls % ABORT_EVERY == 0:
             flag = tl.load(abort_ptr + offs * PER_LANE, mask=missing, other=0, volatile=True)
@@ -161,6 +202,17 @@ def _wait_kernel(
             tl.store(cell + 2, expected, mask=failed)
             tl.store(cell + 3, observed, mask=failed)
             tl.store(cell, code.to(tl.int64), mask=failed)
+    if HAS_BELLS:
+        passed = waited & (tl.load(lane + _MODE, mask=waited, other=0, volatile=True) == 1)
+        tl.store(bells_ptr + offs, tl.zeros((D_PAD,), tl.int32), mask=passed)
+        tl.atomic_or(bells_ptr + offs, _BELL_OPEN, mask=mask & (passed == 0), scope="sys")
+    if HAS_CLOCK:
+        end = global_timer()
+        if _INTERPRETED:
+            tl.store(clock_ptr, tl.load(clock_ptr) + polls)
+        else:
+            tl.store(clock_ptr, tl.load(clock_ptr) + end - start)
+        tl.store(clock_ptr + 3, end)
 
 
 def wait(
@@ -170,6 +222,8 @@ def wait(
     abort: torch.Tensor,
     status: torch.Tensor,
     timeout_s: float,
+    bells: torch.Tensor | None = None,
+    clock: torch.Tensor | None = None,
 ) -> None:
     """Waits until every online peer's slot holds the word its lane expects (``WORD | EXCHANGE``).
 
@@ -179,28 +233,43 @@ def wait(
     cell for each lane, and the wait goes on for the others. abort: int32[1], or int32[D] beside int64[D, 8]; a non-zero
     value ends the wait. Both may lie in pinned host memory. timeout_s: seconds by the device clock; the interpreter
     counts polls instead.
+    bells: int32[D], this side's doorbells: the peers ring them, and the stream has waited until each was above 0. The
+    wait passes once it has seen word and ring, and leaves the bell at 0, or open where no ring is to come any more.
+    clock: int64[4], [0] grows by the nanoseconds waited, [3] is when the wait ended.
     """
     _check_wait(slots, lanes, abort, status, timeout_s)
-    if is_tracing():
-        _wait_op(slots, lanes, abort, status, float(timeout_s))
-    else:
-        _wait(slots, lanes, abort, status, float(timeout_s))
+    check(
+        bells is None or status.dim() == lanes.dim(),
+        "status is int64[8] for int64[D, 8] lanes with bells; pass a cell each",
+    )
+    check_optional("bells", bells, slots.numel(), torch.int32, slots)
+    check_optional("clock", clock, CLOCK_FIELDS, torch.int64, slots)
+    args = slots, lanes, abort, status, float(timeout_s), bells, clock
+    (_wait_op if is_tracing() else _wait)(*args)
 
 
 def _wait(
-    slots: torch.Tensor, lanes: torch.Tensor, abort: torch.Tensor, status: torch.Tensor, timeout_s: float
-) -> None:
+    slots: torch.Tensor, lanes: torch.Tensor, abort: torch.Tensor, status: torch.Tensor, timeout_s: float,
+    bells: torch.Tensor | None, clock: torch.Tensor | None,
+) -> None:  # fmt: skip
     if slots.numel() == 0:
         return
     if not runs_kernel(slots):
-        wait_ref(slots, lanes, abort=abort, status=status, timeout_s=timeout_s)
+        wait_ref(slots, lanes, abort=abort, status=status, timeout_s=timeout_s, bells=bells, clock=clock)
         return
     limit = INTERPRETER_POLLS if INTERPRETED else int(timeout_s * 1e9)
     _wait_kernel[(1,)](
-        slots, lanes, abort, status, limit, slots.numel(), PER_LANE=status.dim() == 2,
+        slots, lanes, abort, status, bells, clock, limit, slots.numel(), PER_LANE=status.dim() == 2,
         LANE_STRIDE=LANE_FIELDS if lanes.dim() == 2 else 0, D_PAD=max(32, triton.next_power_of_2(slots.numel())),
-        ABORT_EVERY=ABORT_EVERY, num_warps=1, enable_fp_fusion=True,
+        ABORT_EVERY=ABORT_EVERY, HAS_BELLS=bells is not None, HAS_CLOCK=clock is not None, num_warps=1,
+        enable_fp_fusion=True,
     )  # fmt: skip
+
+
+def ring_ref(address: int, word: int, device: torch.device) -> None:
+    """``ring`` on the host: sets the doorbell at ``address`` on ``device`` (0: nobody listens)."""
+    if address:
+        tensor_at(address, 4, device).view(torch.int32).fill_((word & 0xFFFFFF) << 2 | 1)
 
 
 _ORDER = threading.Lock()
@@ -220,9 +289,25 @@ def publish_host(address: int, word: int) -> None:
 
 @reference
 def wait_ref(
-    slots: torch.Tensor, lanes: torch.Tensor, *, abort: torch.Tensor, status: torch.Tensor, timeout_s: float
-) -> None:
+    slots: torch.Tensor, lanes: torch.Tensor, *, abort: torch.Tensor, status: torch.Tensor, timeout_s: float,
+    bells: torch.Tensor | None = None, clock: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """``wait`` on the host, with a back-off that leaves the core to the process that is being waited for."""
+    started = time.monotonic_ns()
+    passed = _wait_on_host(slots, lanes, abort, status, timeout_s, bells)
+    if bells is not None:
+        for peer in range(slots.numel()):
+            bells[peer] = 0 if peer in passed else int(bells[peer]) | BELL_OPEN
+    if clock is not None:
+        clock[3] = time.monotonic_ns()
+        clock[0] += clock[3] - started
+
+
+def _wait_on_host(
+    slots: torch.Tensor, lanes: torch.Tensor, abort: torch.Tensor, status: torch.Tensor, timeout_s: float,
+    bells: torch.Tensor | None,
+) -> set[int]:  # fmt: skip
+    """Returns the peers whose word was seen."""
     per_lane = status.dim() == 2
     states = lanes.expand(slots.numel(), LANE_FIELDS).tolist()
     pending = {
@@ -230,12 +315,13 @@ def wait_ref(
         for peer, (address, state) in enumerate(zip(slots.tolist(), states, strict=True))
         if address and state[Lane.MODE] == MODE_ONLINE
     }
+    waited, failed = set(pending), set[int]()
     deadline, pause, polls = time.monotonic() + timeout_s, 0.0, 0
     while pending:
         failures = []
         for peer, (cell, expected) in list(pending.items()):
             observed = cell.value
-            if observed == expected:
+            if observed == expected and _has_rung(bells, peer, expected):
                 del pending[peer]
                 continue
             code = _failure(observed, expected, int(abort[peer if per_lane else 0]), time.monotonic() > deadline)
@@ -244,14 +330,23 @@ def wait_ref(
         for _, peer, code, expected, observed in sorted(failures)[: None if per_lane else 1]:
             lane = lanes[peer] if lanes.dim() == 2 else lanes
             _report(status[peer] if per_lane else status, lane, code, peer, expected, observed)
+            failed.add(peer)
             del pending[peer]
         if failures and not per_lane:
-            return
+            return set()  # the lane is offline: no peer will be waited for
         if pending:
             polls += 1
             pause = 0.0 if polls < 20 else min(500e-6, pause + 20e-6)
             time.sleep(pause)
     host_fence()
+    return waited - failed
+
+
+def _has_rung(bells: torch.Tensor | None, peer: int, word: int) -> bool:
+    if bells is None:
+        return True
+    bell = int(bells[peer])
+    return bell == BELL_OPEN or bell & ~BELL_OPEN == (word & 0xFFFFFF) << 2 | 1
 
 
 def _failure(observed: int, expected: int, abort: int, late: bool) -> StatusCode:
@@ -286,6 +381,12 @@ def _check_wait(
     check(timeout_s > 0, f"timeout_s is {timeout_s}; allowed: above 0 seconds")
 
 
+def check_optional(name: str, tensor: torch.Tensor | None, size: int, dtype: torch.dtype, like: torch.Tensor) -> None:
+    """Checks an optional contiguous vector on the device of ``like``."""
+    if tensor is not None:
+        check_tensor(name, tensor, shape=(size,), dtypes=(dtype,), like=like, contiguous=True)
+
+
 def check_host_cell(
     name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, slots: torch.Tensor
 ) -> None:
@@ -301,4 +402,4 @@ def check_lanes(lanes: torch.Tensor, slots: torch.Tensor, *, one: bool = False) 
     check(lanes.is_contiguous(), "lanes is not contiguous; allowed: contiguous int64[8] or int64[D, 8]")
 
 
-_wait_op = register("wait", _wait, mutates=("lanes", "status"))
+_wait_op = register("wait", _wait, mutates=("lanes", "status", "bells", "clock"))

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps: session, step, rows and slot addresses reach the device by value, in one small launch in stream order."""
+"""Steps: session, step, rows and slot addresses reach the device in one small launch in stream order.
+
+On the attention side by value (``begin_step``, in front of the step's layers or graph); on the FFN side through a
+record in pinned host memory that the step's graph begins by reading (``enter_step``), so that a step is one launch.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,41 +15,77 @@ import torch
 import triton
 import triton.language as tl
 
-from afd_kernels._op import check, check_tensor, runs_kernel
+from afd_kernels._op import check, check_tensor, reference, runs_kernel
 from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, MODE_ONLINE, Lane, signal_word
-from afd_kernels.signal import _EXCHANGE, _LANE_FIELDS, _MODE, _ROWS, _WORD, check_lanes
+from afd_kernels.signal import (
+    _BELL_OPEN,
+    _EXCHANGE,
+    _LANE_FIELDS,
+    _MODE,
+    _ROWS,
+    _WORD,
+    BELL_OPEN,
+    check_lanes,
+    check_optional,
+)
 
-MEMBERS_PER_LAUNCH = 4
+INBOX_FIELDS = 8
+_INBOX_FIELDS = tl.constexpr(INBOX_FIELDS)
 
 
-@triton.jit(do_not_specialize=["word", "mode", "rows"])
-def _begin_kernel(lane_ptr, word, mode, rows):
+@triton.jit
+def open_bells(bells, mask, member):
+    """Doorbells of members wait for their ring, all others are open. A ring that has come already stays."""
+    tl.atomic_and(bells, ~_BELL_OPEN, mask=mask & member, scope="sys")
+    tl.atomic_or(bells, _BELL_OPEN, mask=mask & (member == 0), scope="sys")
+
+
+@triton.jit(do_not_specialize=["word", "mode", "rows", "D"])
+def _begin_kernel(lane_ptr, bells_ptr, word, mode, rows, D, D_PAD: tl.constexpr, HAS_BELLS: tl.constexpr):
+    if HAS_BELLS:
+        bell = tl.arange(0, D_PAD)
+        open_bells(bells_ptr + bell, bell < D, bell < tl.where(mode == 1, D, 0))
     offs = tl.arange(0, _LANE_FIELDS)
     state = tl.where(offs == _MODE, mode, tl.where(offs == _ROWS, rows, 0)).to(tl.int64)
     tl.store(lane_ptr + offs, tl.where(offs == _WORD, word, state))
 
 
-def begin_step(lane: torch.Tensor, *, session: int, step: int, rows: int, mode: int = MODE_ONLINE) -> None:
+def begin_step(
+    lane: torch.Tensor, *, session: int, step: int, rows: int, mode: int = MODE_ONLINE,
+    bells: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Writes a lane's state for a new step, in stream order; the values travel in the launch.
 
     lane: int64[8], written; the exchange index restarts at 0. session: 16 bits. step: 32 bits. rows: 0 or more.
-    mode: ``MODE_OFFLINE`` (sends nothing, combine writes zeros) or ``MODE_ONLINE``.
+    mode: ``MODE_OFFLINE`` (sends nothing, combine writes zeros) or ``MODE_ONLINE``. bells: int32[D], this side's
+    doorbells: opened offline, waiting for their rings online.
     """
     check_tensor("lane", lane, shape=(LANE_FIELDS,), dtypes=(torch.int64,), like=lane)
     allowed = f"{MODE_OFFLINE} (offline), {MODE_ONLINE} (online)"
     check(mode in (MODE_OFFLINE, MODE_ONLINE), f"mode is {mode}; allowed: {allowed}")
     check(rows >= 0, f"rows is {rows}; allowed: 0 or more")
+    if bells is not None:
+        check_optional("bells", bells, bells.numel(), torch.int32, lane)
     word = signal_word(session, step, 0)
     if runs_kernel(lane):
-        _begin_kernel[(1,)](lane, word, mode, rows, num_warps=1, enable_fp_fusion=True)
+        size = 0 if bells is None else bells.numel()
+        _begin_kernel[(1,)](
+            lane, bells, word, mode, rows, size, D_PAD=triton.next_power_of_2(max(1, size)),
+            HAS_BELLS=bells is not None, num_warps=1, enable_fp_fusion=True,
+        )  # fmt: skip
         return
+    if bells is not None:
+        _open_bells_ref(bells, torch.full_like(bells, mode == MODE_ONLINE, dtype=torch.bool))
     state = torch.zeros(LANE_FIELDS, dtype=torch.int64)
     state[Lane.WORD], state[Lane.MODE], state[Lane.ROWS] = word, mode, rows
     lane.copy_(state)
 
 
 class StepMember(NamedTuple):
-    """A lane that takes part in a step. lane: its row in the tables; slot, reply_slot: addresses of its slots."""
+    """A lane that takes part in a step. lane: its row in the tables; slot, reply_slot: addresses of its slots.
+
+    bell: address of the requester's doorbell for the reply (0: none).
+    """
 
     lane: int
     slot: int
@@ -52,68 +93,98 @@ class StepMember(NamedTuple):
     session: int
     step: int
     rows: int
+    bell: int = 0
 
 
-@triton.jit
-def _select(offs, i0, i1, i2, i3, v0, v1, v2, v3):
-    return tl.where(offs == i0, v0, tl.where(offs == i1, v1, tl.where(offs == i2, v2, tl.where(offs == i3, v3, 0))))
+def fill_inbox(inbox: torch.Tensor, members: Sequence[StepMember]) -> None:
+    """Host: writes who takes part in the next step, for ``enter_step`` to read. The step before it has ended.
+
+    inbox: int64[A, 8] in host memory (pinned, where the tables are on a GPU), written.
+    """
+    check_tensor("inbox", inbox, shape=(None, INBOX_FIELDS), dtypes=(torch.int64,), like=inbox, contiguous=True)
+    check(inbox.device.type == "cpu", f"inbox is on {inbox.device}; allowed: host memory")
+    lanes = inbox.shape[0]
+    values = [0] * (lanes * INBOX_FIELDS)
+    for member in members:
+        check(0 <= member.lane < lanes, f"lane is {member.lane}; allowed: 0 … {lanes - 1}")
+        word = signal_word(member.session, member.step, 0)
+        entry = member.slot, member.reply_slot, member.bell, word, member.rows, MODE_ONLINE
+        first = member.lane * INBOX_FIELDS
+        values[first : first + len(entry)] = entry
+    (ctypes.c_int64 * len(values)).from_address(inbox.data_ptr())[:] = values
 
 
-@triton.jit(
-    do_not_specialize=["A", "clear", "i0", "i1", "i2", "i3", "s0", "s1", "s2", "s3", "r0", "r1", "r2", "r3",
-                       "w0", "w1", "w2", "w3", "n0", "n1", "n2", "n3"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["A"])
 def _enter_kernel(
-    slots_ptr, reply_slots_ptr, lanes_ptr, A, clear,
-    i0, i1, i2, i3, s0, s1, s2, s3, r0, r1, r2, r3, w0, w1, w2, w3, n0, n1, n2, n3, A_PAD: tl.constexpr,
+    inbox_ptr, slots_ptr, reply_slots_ptr, lanes_ptr, peer_bells_ptr, bells_ptr, A,
+    A_PAD: tl.constexpr, HAS_BELLS: tl.constexpr,
 ):  # fmt: skip
     offs = tl.arange(0, A_PAD)
-    member = (offs == i0) | (offs == i1) | (offs == i2) | (offs == i3)
-    mask = (offs < A) & (member | (offs < tl.where(clear != 0, A, 0)))
+    mask = offs < A
+    entry = inbox_ptr + offs * _INBOX_FIELDS
     lane = lanes_ptr + offs * _LANE_FIELDS
-    tl.store(slots_ptr + offs, _select(offs, i0, i1, i2, i3, s0, s1, s2, s3), mask=mask)
-    tl.store(reply_slots_ptr + offs, _select(offs, i0, i1, i2, i3, r0, r1, r2, r3), mask=mask)
-    tl.store(lane + _WORD, _select(offs, i0, i1, i2, i3, w0, w1, w2, w3), mask=mask)
+    mode = tl.load(entry + 5, mask=mask, other=0, volatile=True)
+    tl.store(slots_ptr + offs, tl.load(entry, mask=mask, other=0, volatile=True), mask=mask)
+    tl.store(reply_slots_ptr + offs, tl.load(entry + 1, mask=mask, other=0, volatile=True), mask=mask)
+    tl.store(lane + _WORD, tl.load(entry + 3, mask=mask, other=0, volatile=True), mask=mask)
     tl.store(lane + _EXCHANGE, tl.zeros((A_PAD,), tl.int64), mask=mask)
-    tl.store(lane + _ROWS, _select(offs, i0, i1, i2, i3, n0, n1, n2, n3).to(tl.int64), mask=mask)
-    tl.store(lane + _MODE, member.to(tl.int64), mask=mask)
+    tl.store(lane + _ROWS, tl.load(entry + 4, mask=mask, other=0, volatile=True), mask=mask)
+    tl.store(lane + _MODE, mode, mask=mask)
+    if HAS_BELLS:
+        tl.store(peer_bells_ptr + offs, tl.load(entry + 2, mask=mask, other=0, volatile=True), mask=mask)
+        open_bells(bells_ptr + offs, mask, mode == 1)
 
 
 def enter_step(
-    slots: torch.Tensor, reply_slots: torch.Tensor, lanes: torch.Tensor, members: Sequence[StepMember]
+    inbox: torch.Tensor,
+    slots: torch.Tensor,
+    reply_slots: torch.Tensor,
+    lanes: torch.Tensor,
+    *,
+    peer_bells: torch.Tensor | None = None,
+    bells: torch.Tensor | None = None,
 ) -> None:
     """Writes the tables of an FFN rank's stage for a new step: the members' lanes are online, all others offline.
 
-    slots, reply_slots: int64[A], written (0 for a lane that takes no part). lanes: int64[A, 8], written.
+    It reads what ``fill_inbox`` wrote when it runs, so a captured graph may begin with it and serve every step.
+    inbox: int64[A, 8] in host memory. slots, reply_slots: int64[A], written (0 for a lane that takes no part). lanes:
+    int64[A, 8], written. peer_bells: int64[A], written: doorbells of the requesters. bells: int32[A], this side's own:
+    those of lanes that take no part are opened, the others' wait for their ring.
     """
-    shape = tuple(slots.shape)
+    size = slots.numel()
     check_tensor("slots", slots, shape=(None,), dtypes=(torch.int64,), like=slots, contiguous=True)
-    check_tensor("reply_slots", reply_slots, shape=shape, dtypes=(torch.int64,), like=slots, contiguous=True)
-    check_tensor("lanes", lanes, shape=(slots.numel(), LANE_FIELDS), dtypes=(torch.int64,), like=slots)
+    check_tensor("reply_slots", reply_slots, shape=(size,), dtypes=(torch.int64,), like=slots, contiguous=True)
+    check_tensor("lanes", lanes, shape=(size, LANE_FIELDS), dtypes=(torch.int64,), like=slots)
     check_lanes(lanes, slots)
-    for member in members:
-        check(0 <= member.lane < slots.numel(), f"lane is {member.lane}; allowed: 0 … {slots.numel() - 1}")
-    if not members or not runs_kernel(slots):
-        enter_step_ref(slots, reply_slots, lanes, members)
+    check_tensor("inbox", inbox, shape=(size, INBOX_FIELDS), dtypes=(torch.int64,), like=inbox, contiguous=True)
+    check(
+        not slots.is_cuda or (inbox.device.type == "cpu" and inbox.is_pinned()),
+        "inbox is not in pinned host memory; allocate it with pin_memory=True",
+    )
+    check((bells is None) == (peer_bells is None), "bells and peer_bells belong together; pass both or neither")
+    check_optional("bells", bells, size, torch.int32, slots)
+    check_optional("peer_bells", peer_bells, size, torch.int64, slots)
+    if not runs_kernel(slots):
+        enter_step_ref(inbox, slots, reply_slots, lanes, peer_bells=peer_bells, bells=bells)
         return
-    pad = triton.next_power_of_2(slots.numel())
-    for first in range(0, len(members), MEMBERS_PER_LAUNCH):
-        part = list(members[first : first + MEMBERS_PER_LAUNCH])
-        part += [part[0]] * (MEMBERS_PER_LAUNCH - len(part))
-        words = [signal_word(m.session, m.step, 0) for m in part]
-        _enter_kernel[(1,)](
-            slots, reply_slots, lanes, slots.numel(), int(first == 0), *(m.lane for m in part),
-            *(m.slot for m in part), *(m.reply_slot for m in part), *words, *(m.rows for m in part), A_PAD=pad,
-            num_warps=1, enable_fp_fusion=True,
-        )  # fmt: skip
+    _enter_kernel[(1,)](
+        inbox, slots, reply_slots, lanes, peer_bells, bells, size, A_PAD=triton.next_power_of_2(size),
+        HAS_BELLS=bells is not None, num_warps=1, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
-def enter_step_ref(
-    slots: torch.Tensor, reply_slots: torch.Tensor, lanes: torch.Tensor, members: Sequence[StepMember]
-) -> None:
+@reference
+def enter_step_ref(inbox, slots, reply_slots, lanes, *, peer_bells=None, bells=None):
     """Plain-torch ``enter_step``."""
-    for table in (slots, reply_slots, lanes):
-        table.zero_()
-    for member in members:
-        slots[member.lane], reply_slots[member.lane] = member.slot, member.reply_slot
-        begin_step(lanes[member.lane], session=member.session, step=member.step, rows=member.rows)
+    slots.copy_(inbox[:, 0])
+    reply_slots.copy_(inbox[:, 1])
+    lanes.zero_()
+    for field, column in ((Lane.WORD, 3), (Lane.ROWS, 4), (Lane.MODE, 5)):
+        lanes[:, field] = inbox[:, column]
+    if bells is not None:
+        peer_bells.copy_(inbox[:, 2])
+        _open_bells_ref(bells, inbox[:, 5] == MODE_ONLINE)
+
+
+def _open_bells_ref(bells, member):
+    bells.copy_(torch.where(member, bells & ~BELL_OPEN, bells | BELL_OPEN))

@@ -11,6 +11,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from afd_runtime import envs
+from afd_runtime.devices import single_gpu_host
 from afd_runtime.errors import AFDConfigError
 
 DEFAULT_PORT = 29650
@@ -33,6 +34,9 @@ class AFDConfig(BaseModel):
     reply_timeout_s: attention waits so long for a reply; None: 5 s on cuda, 5 s more than ``peer_timeout_s`` on cpu.
     peer_timeout_s: an FFN rank waits so long for a request of a peer that lives; then it goes on without that peer.
     attach_timeout_s: to find the group and attach to all of it. liveness_timeout_s: a silent peer is lost after it.
+    reattach_timeout_s: after a loss, each step tries so long to attach anew before it raises; 0: it does not try.
+    doorbells: for ranks of different processes that share a GPU (their kernels take turns; streams then wait for a
+    value in memory and not in a kernel); None: where the host has a single GPU.
     fabric: ``shm`` and ``cuda`` (processes of one host), ``local`` (threads of one process), ``auto`` (by device).
     """
 
@@ -53,6 +57,8 @@ class AFDConfig(BaseModel):
     peer_timeout_s: float = Field(default=60.0, gt=0)
     attach_timeout_s: float = Field(default=120.0, gt=0)
     liveness_timeout_s: float = Field(default=10.0, ge=1)
+    reattach_timeout_s: float = Field(default=2.0, ge=0)
+    doorbells: bool | None = None
     reply_dtype: Literal["float32", "float16", "bfloat16"] | None = None
     fabric: Literal["auto", "shm", "cuda", "local"] = "auto"
 
@@ -80,6 +86,12 @@ class AFDConfig(BaseModel):
     def reply_timeout(self, device: torch.device) -> float:
         """Seconds that attention waits for a reply on ``device``."""
         return self.reply_timeout_s or (5.0 if device.type == "cuda" else self.peer_timeout_s + 5.0)
+
+    def uses_doorbells(self, device: torch.device) -> bool:
+        """Whether ranks on ``device`` ring doorbells: between processes only."""
+        if device.type != "cuda" or self.fabric == "local":
+            return False
+        return single_gpu_host() if self.doorbells is None else self.doorbells
 
     def token(self) -> str:
         """The group's token (``AFD_TOKEN``). Raises ``AFDConfigError`` where one is needed and none is set."""

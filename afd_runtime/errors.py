@@ -35,6 +35,10 @@ class AFDShutdownError(AFDError):
     """The FFN side of this process was asked to stop: there is no further step."""
 
 
+class AFDStuckError(AFDError):
+    """A kernel of this process does not end. Its GPU memory cannot be given back; the process has to end."""
+
+
 class NoControlPlaneError(NotImplementedError, AssertionError):
     """The FFN loop was given a connector whose ``control_plane`` is None."""
 

@@ -16,7 +16,7 @@ from afd_runtime.config import AFDConfig
 from afd_runtime.connectors.factory import create_connector
 from afd_runtime.connectors.p2p import P2PAFDConnector
 from afd_runtime.control_plane.messages import LayerTotals
-from afd_runtime.errors import AFDConfigError, AFDError, AFDShutdownError
+from afd_runtime.errors import AFDConfigError, AFDError, AFDShutdownError, AFDStuckError
 from afd_runtime.ffn_model_runner import GPUFFNModelRunner
 
 if TYPE_CHECKING:
@@ -142,7 +142,8 @@ class FFNServer:
             logger.info("%s", end)
         except BaseException as error:
             self._ffn_loop_error = self._ffn_loop_error or error
-            self.connector.ffn.control.stop_serving(f"{type(error).__name__}: {error}"[:1000])
+            stuck = error if isinstance(error, AFDStuckError) else None
+            self.connector.ffn.control.stop_serving(f"{type(error).__name__}: {error}"[:1000], stuck)
 
     def _serve_step(self, stage: int) -> None:
         payload = self.connector.ffn.recv_dp_metadata_list(stage)

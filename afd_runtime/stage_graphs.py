@@ -69,8 +69,6 @@ class StageGraphs:
         if self.arena is None:
             self.arena = self._new_arena()
         stream = torch.cuda.Stream(self.side.device, priority=-1)
-        with torch.cuda.stream(stream):
-            self._warm_up_enter()
         for bound in self.classes:
             if bound in self.graphs:
                 continue
@@ -84,19 +82,8 @@ class StageGraphs:
                 graph.replay()  # uploads it
                 stream.synchronize()
             self.graphs[bound] = graph
+        self.side.tables[self.stage].in_graph = True
         logger.info("stage %d: graphs for %s rows, arena %d bytes", self.stage, self.classes, self.arena.nbytes)
-
-    def _warm_up_enter(self) -> None:
-        """Launches the kernel that enters a step, then takes everybody out again.
-
-        A first launch loads its code, which waits for every kernel that runs, and in a step some kernel waits for
-        this one.
-        """
-        tables = self.side.tables[self.stage]
-        arguments = tables.slots, tables.reply_slots, tables.lanes
-        far = 1 << 40  # the values of a launch must have the width of addresses; nothing reads them
-        afd_kernels.enter_step(*arguments, [afd_kernels.StepMember(0, far, far, 1, 0, 0)])
-        afd_kernels.enter_step(*arguments, [])
 
     def replay(self, rows: int) -> None:
         """Launches the smallest class that holds ``rows``, on the current stream.
@@ -138,19 +125,22 @@ class StageGraphs:
             len(self.side.served), layout, block_m=block_m, device=self.side.device, max_rows=bound,
             workspace=arena.schedule,
         )  # fmt: skip
-        for layer in self.side.spec.expert_layers:
-            self._serve_layer(layer, schedule, arena.y[: bound * layout.top_k])
+        tables = self.side.tables[self.stage]
+        tables.enter()
+        for index, layer in enumerate(self.side.spec.expert_layers):
+            self._serve_layer(index, layer, schedule, arena.y[: bound * layout.top_k])
+        tables.read_clocks.copy_(tables.clocks, non_blocking=True)
 
-    def _serve_layer(self, layer: int, schedule: ExpertSchedule, y: torch.Tensor) -> None:
+    def _serve_layer(self, index: int, layer: int, schedule: ExpertSchedule, y: torch.Tensor) -> None:
         side, arena = self.side, self.arena
         assert arena is not None
         tables = side.tables[self.stage]
-        afd_kernels.wait(
-            tables.slots, tables.lanes, abort=tables.abort.tensor, status=tables.status,
-            timeout_s=side.config.peer_timeout_s,
-        )  # fmt: skip
+        tables.wait(side.config.peer_timeout_s, index)
         afd_kernels.arrival(
             tables.slots, tables.lanes, side.layout.request, schedule=schedule, layer=layer, status=tables.status
         )
         self.bank.forward(layer, side.local_schedule(schedule), y=y, workspace=arena.h)
-        afd_kernels.reply(y, schedule, tables.reply_slots, tables.lanes, side.layout.reply, workspace=arena.counter)
+        afd_kernels.reply(
+            y, schedule, tables.reply_slots, tables.lanes, side.layout.reply, bells=tables.peer_bells,
+            clock=tables.clocks[index], workspace=arena.counter,
+        )  # fmt: skip

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 
 from afd_kernels.message import tensor_at
 from afd_runtime.errors import AFDConfigError, AFDError
+
+logger = logging.getLogger("afd_runtime.window")
 
 
 class CudaHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cuda"):
@@ -107,8 +110,11 @@ class CudaIpc:
             self._dead.append(memory)
 
     def collect(self) -> None:
-        """Frees what was buried."""
+        """Frees what was buried. After a fault of the GPU nothing can be freed any more: that is logged."""
         with self._lock:
             dead, self._dead = self._dead, []
         for memory in dead:
-            memory.free()
+            try:
+                memory.free()
+            except AFDError as error:
+                logger.warning("%d bytes of GPU memory were not freed: %s", memory.nbytes, error)

@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING
 import torch
 
 import afd_kernels
-from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, Lane, split_word
+from afd_kernels.message import split_word
 from afd_kernels.signal import Status, StatusCode
-from afd_kernels.step import StepMember, enter_step
+from afd_kernels.step import StepMember, fill_inbox
 from afd_runtime.config import AFDConfig
 from afd_runtime.connectors.base import AFDControlPlane
-from afd_runtime.control_plane.cells import AbortCell, status_cells
+from afd_runtime.connectors.stage_tables import StageTables
 from afd_runtime.control_plane.ffn import FFNControlPlane
 from afd_runtime.control_plane.fingerprint import fingerprint
-from afd_runtime.control_plane.lanes import Member
+from afd_runtime.control_plane.lanes import AttachedRank, Member
 from afd_runtime.control_plane.messages import LayerTotals, Order
-from afd_runtime.errors import AFDError
+from afd_runtime.doorbells import Doorbells, bell_offset
+from afd_runtime.errors import AFDError, AFDStuckError
 from afd_runtime.metadata import (
     AFDA2FTransferPayload,
     AFDControlPayload,
@@ -38,36 +39,24 @@ if TYPE_CHECKING:
     from afd_runtime.model_spec import ModelSpec
 
 logger = logging.getLogger("afd_runtime.ffn")
-
-
-class StageTables:
-    """What the kernels of one stage read: slot addresses and lane states of the attention ranks served here.
-
-    slots, reply_slots: int64[A], 0 where a rank is not in the step. lanes: int64[A, 8]. abort: int32[A], status:
-    int64[A, 8], both in host memory.
-    """
-
-    def __init__(self, num_lanes: int, device: torch.device) -> None:
-        self.slots = torch.zeros(num_lanes, dtype=torch.int64, device=device)
-        self.reply_slots = torch.zeros(num_lanes, dtype=torch.int64, device=device)
-        self.lanes = torch.zeros(num_lanes, LANE_FIELDS, dtype=torch.int64, device=device)
-        self.abort = AbortCell(device, num_lanes)
-        self.status = status_cells(device, num_lanes)
-
-    def set_offline(self, index: int) -> None:
-        """Takes one lane out of the step."""
-        self.lanes[index, Lane.MODE] = MODE_OFFLINE
-        self.slots[index] = self.reply_slots[index] = 0
+POLL_S = 20e-6
+STUCK_AFTER_S = 10.0
+BELL_PATIENCE_S = 1.0  # a stream waits so long for a doorbell; then the wait kernel looks at abort flags and the time
 
 
 @dataclass(eq=False)
 class Step:
-    """The step that a stage is in. layers_left: exchanged layers still to come; received_at: when a request was in."""
+    """The step that a stage is in. layers_left: exchanged layers still to come; received_at: when a request was in.
+
+    looked_at: when the watcher last opened its doorbells; abandoned_at: when it first saw every lane gone.
+    """
 
     order: Order
     layers_left: int
     members: dict[int, Member] = field(default_factory=dict)  # by index into the tables
     received_at: float = 0.0
+    looked_at: float = field(default_factory=time.monotonic)
+    abandoned_at: float | None = None
 
 
 @dataclass
@@ -99,20 +88,35 @@ class FFNSide(AFDControlPlane):
         self.layout = WindowLayout.of(config, spec, dtype)
         self.served = self.placement.attention_peers(ffn_rank)
         self.num_local_experts = len(self.placement.local_experts(ffn_rank))
-        self.tables = [StageTables(len(self.served), device) for _ in range(config.num_stages)]
+        bells = config.uses_doorbells(device)
+        self.doorbells = Doorbells(device, config.num_stages, len(self.served)) if bells else None
+        self.tables = [
+            StageTables(len(self.served), len(spec.expert_layers), device, stage, self.doorbells)
+            for stage in range(config.num_stages)
+        ]
         self.totals = {layer: Totals() for layer in spec.expert_layers}
-        self.steps_served = 0
+        self.steps_served = self._graph_steps = self._graph_rows = 0
+        self._stuck: AFDStuckError | None = None
         self._steps: list[Step | None] = [None] * config.num_stages
         self._orders: list[Order | None] = [None] * config.num_stages
         self._schedules: list[ExpertSchedule | None] = [None] * config.num_stages
         self.control = FFNControlPlane(
             config, ffn_rank, self.placement, self.layout, create_fabric(config, device),
-            fingerprint(config, spec, dtype, fingerprint_extra), self.layer_totals,
+            fingerprint(config, spec, dtype, fingerprint_extra, device), self.layer_totals, self.doorbells,
+            self._watch_steps,
         )  # fmt: skip
 
     def layer_totals(self) -> dict[int, LayerTotals]:
-        """The sums by layer, as they are sent to attention ranks."""
-        return {layer: LayerTotals(**dataclasses.asdict(totals)) for layer, totals in self.totals.items()}
+        """The sums by layer, as they are sent to attention ranks. What graphs did is as of their last step."""
+        found = {}
+        clocks = sum(tables.read_clocks for tables in self.tables).tolist()  # type: ignore[union-attr]
+        for (layer, totals), (waited, computed, replied, _) in zip(self.totals.items(), clocks, strict=True):
+            found[layer] = LayerTotals(
+                exchanges=totals.exchanges + self._graph_steps, rows=totals.rows + self._graph_rows,
+                wait_s=totals.wait_s + waited * 1e-9, experts_s=totals.experts_s + computed * 1e-9,
+                reply_s=totals.reply_s + replied * 1e-9,
+            )  # fmt: skip
+        return found
 
     # -- control plane ---------------------------------------------------------------------------------------------
 
@@ -157,11 +161,21 @@ class FFNSide(AFDControlPlane):
             request = lane.request.address + stage * self.layout.request_stride
             reply = lane.reply.address + stage * self.layout.reply_stride
             members.append(
-                StepMember(index, request, reply, participant.session, participant.lane_step, participant.rows)
-            )
-        enter_step(tables.slots, tables.reply_slots, tables.lanes, members)
+                StepMember(index, request, reply, participant.session, participant.lane_step, participant.rows,
+                           self._bell_of(lane, stage))
+            )  # fmt: skip
+        fill_inbox(tables.inbox, members)
+        if not tables.in_graph:
+            tables.enter()
         if step.members:
             self._steps[stage] = step
+
+    def _bell_of(self, lane: AttachedRank, stage: int) -> int:
+        """Address of the attention rank's doorbell for this FFN rank's replies, 0 where there is none."""
+        if lane.bells is None:
+            return 0
+        peers = self.placement.peers(lane.attention_rank)
+        return lane.bells.address + bell_offset(stage, peers.index(self.ffn_rank), len(peers))
 
     def leave(self, stage: int) -> None:
         """Ends the stage's step, whether or not all its layers were served."""
@@ -173,14 +187,43 @@ class FFNSide(AFDControlPlane):
                 self.control.fabric.collect()
 
     def finish_step(self, stage: int) -> None:
-        """The end of a step that a graph served: waits for this thread's stream, reads the cells, leaves the step."""
-        torch.cuda.current_stream(self.device).synchronize()
+        """The end of a step that a graph served: waits for this thread's stream, reads the cells, leaves the step.
+
+        Raises ``AFDStuckError`` where the step does not end although nobody is left in it.
+        """
+        end = torch.cuda.current_stream(self.device).record_event()
+        while not end.query():
+            if self._stuck is not None:
+                raise self._stuck
+            time.sleep(POLL_S)
+        self._graph_steps += 1
+        self._graph_rows += self.step_rows(stage)
         self.settle(stage)
         self.leave(stage)
 
     def step_rows(self, stage: int) -> int:
         """Rows that the lanes of the stage's step announced."""
         return sum(participant.rows for _, participant in self._step(stage).members.values())
+
+    def _watch_steps(self) -> None:
+        """On the watcher thread, with each heartbeat: no stream waits for a doorbell without end, no step for nobody."""
+        now = time.monotonic()
+        for stage, (step, tables) in enumerate(zip(self._steps, self.tables, strict=True)):
+            if step is None:
+                continue
+            if self.doorbells is not None and now - step.looked_at > BELL_PATIENCE_S:
+                step.looked_at = now
+                tables.open_bells()
+            if not self.control.is_abandoned(stage):
+                step.abandoned_at = None
+            elif step.abandoned_at is None:
+                step.abandoned_at = now
+            elif now - step.abandoned_at > STUCK_AFTER_S and self._stuck is None and tables.in_graph:
+                self._stuck = AFDStuckError(
+                    f"FFN rank {self.ffn_rank}: step {step.order.number} of stage {stage} still runs "
+                    f"{STUCK_AFTER_S:g} s after every attention rank has left it: a kernel does not end; start this "
+                    "process again"
+                )
 
     # -- exchanges -------------------------------------------------------------------------------------------------
 
@@ -210,7 +253,7 @@ class FFNSide(AFDControlPlane):
             raise AFDError(f"context is of a step that stage {stage} has left; answer before the next step is received")
         computed = time.perf_counter()
         tables = self.tables[stage]
-        afd_kernels.reply(out, schedule, tables.reply_slots, tables.lanes, self.layout.reply)
+        afd_kernels.reply(out, schedule, tables.reply_slots, tables.lanes, self.layout.reply, bells=tables.peer_bells)
         totals = self.totals[layer]
         totals.experts_s += computed - step.received_at
         totals.reply_s += time.perf_counter() - computed
@@ -245,11 +288,7 @@ class FFNSide(AFDControlPlane):
         )
 
     def _await_requests(self, stage: int, layer: int) -> None:
-        tables = self.tables[stage]
-        afd_kernels.wait(
-            tables.slots, tables.lanes, abort=tables.abort.tensor, status=tables.status,
-            timeout_s=self.config.peer_timeout_s,
-        )  # fmt: skip
+        self.tables[stage].wait(self.config.peer_timeout_s, self.spec.expert_layers.index(layer))
         self.settle(stage, layer)
 
     def settle(self, stage: int, layer: int | None = None) -> None:
@@ -294,7 +333,8 @@ class FFNSide(AFDControlPlane):
 
     def _forget(self, stage: int, index: int, reason: str, layer: int | None) -> None:
         _, participant = self._step(stage).members.pop(index)
-        self.tables[stage].set_offline(index)
+        if not self.tables[stage].in_graph:  # there the device has done it
+            self.tables[stage].set_offline(index)
         logger.warning(
             "FFN rank %d: attention rank %d left step %d of stage %d at layer %s: %s",
             self.ffn_rank, participant.attention_rank, participant.lane_step, stage, layer, reason,

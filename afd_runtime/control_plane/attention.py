@@ -9,6 +9,7 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -34,6 +35,7 @@ from afd_runtime.control_plane.messages import (
     Welcome,
 )
 from afd_runtime.control_plane.transport import QUIET_S, Link, Watcher, endpoint_of
+from afd_runtime.doorbells import Doorbells, bell_bytes
 from afd_runtime.errors import AFDAttachError, AFDError, AFDPeerLost, AFDProtocolError, AFDRefusedError, AFDStepAborted
 from afd_runtime.topology import ExpertPlacement
 from afd_runtime.window import Fabric, Window, WindowLayout
@@ -52,10 +54,13 @@ class AttachedPeer:
     link: Link
     request: Window
     reply: Window
+    bells: Window | None = None
 
     def close(self) -> None:
         self.request.close()
         self.reply.close()
+        if self.bells is not None:
+            self.bells.close()
 
 
 class AttentionControlPlane:
@@ -70,9 +75,11 @@ class AttentionControlPlane:
         fabric: Fabric,
         fingerprint: Fingerprint,
         aborts: list[AbortCell],
+        doorbells: Doorbells | None = None,
+        on_beat: Callable[[], None] | None = None,
     ) -> None:
         self.config, self.attention_rank, self.placement = config, attention_rank, placement
-        self.layout, self.fabric, self.aborts = layout, fabric, aborts
+        self.layout, self.fabric, self.aborts, self.doorbells = layout, fabric, aborts, doorbells
         self.name = f"attention rank {attention_rank}"
         self.session = 0
         self.peers: list[AttachedPeer] = []
@@ -86,7 +93,7 @@ class AttentionControlPlane:
         self._aborted: list[tuple[Link, Abort] | None] = [None] * config.num_stages
         self._unconfirmed: list[set[Link]] = [set() for _ in range(config.num_stages)]
         self._closed = False
-        self._watcher = Watcher(self.name, self._on_message, self._on_lost, config.liveness_timeout_s)
+        self._watcher = Watcher(self.name, self._on_message, self._on_lost, config.liveness_timeout_s, on_beat)
 
     # -- joining ---------------------------------------------------------------------------------------------------
 
@@ -117,18 +124,23 @@ class AttentionControlPlane:
 
     def _attach(self, ffn_rank: int, link: Link, deadline: float) -> AttachedPeer:
         reply = self.fabric.allocate(self.layout.reply_nbytes)
+        own_bells = None if self.doorbells is None else self.doorbells.handle
         try:
-            self._watcher.send(link, Attach(self._me, self.session, reply.handle))
+            self._watcher.send(link, Attach(self._me, self.session, reply.handle, own_bells))
             attached = self._answer(link, Attached, deadline)
             if attached.ffn_rank != ffn_rank:
                 raise AFDProtocolError(f"{link.name} says that it is FFN rank {attached.ffn_rank}")
             self._watcher.watch(link, attached.pid)
             request = self.fabric.open(attached.request_handle, self.layout.request_nbytes)
+            bells = None
+            if self.doorbells is not None and attached.bells is not None:
+                served = len(self.placement.attention_peers(ffn_rank))
+                bells = self.fabric.open(attached.bells, bell_bytes(self.config.num_stages, served))
         except BaseException:
             reply.close()
             raise
         link.name = f"FFN rank {ffn_rank}"
-        return AttachedPeer(ffn_rank, link, request, reply)
+        return AttachedPeer(ffn_rank, link, request, reply, bells)
 
     def _answer(self, link: Link, kind: type[T], deadline: float) -> T:
         missing: tuple[int, ...] = ()
@@ -207,6 +219,12 @@ class AttentionControlPlane:
     def _raise_lost(self, stage: int, lane_step: int, layer: int | None) -> None:
         for link, reason in self._lost.items():
             raise AFDPeerLost(f"was lost: {reason}", peer=link.name, layer=layer, stage=stage, step=lane_step)
+
+    @property
+    def loss(self) -> tuple[str, str] | None:
+        """(name, why) of the first peer that was lost, or None."""
+        with self._changed:
+            return next(((link.name, reason) for link, reason in self._lost.items()), None)
 
     def stats(self, timeout_s: float = 2.0) -> dict[int, Stats]:
         """The totals of each living peer, by FFN rank. A peer that does not answer in time is left out."""

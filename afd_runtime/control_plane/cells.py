@@ -7,6 +7,8 @@ store, while any kernel waits on any stream.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from afd_kernels.message import LANE_FIELDS
@@ -18,14 +20,20 @@ def host_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.T
 
 
 class AbortCell:
-    """tensor: int32[size], 0 or 1, one flag for each lane that waits on its own (one for all of an attention rank)."""
+    """tensor: int32[size], 0 or 1, one flag for each lane that waits on its own (one for all of an attention rank).
 
-    def __init__(self, device: torch.device, size: int = 1) -> None:
+    on_set: called after a flag was set, on the thread that set it: opens the doorbells that a stream may wait for.
+    """
+
+    def __init__(self, device: torch.device, size: int = 1, on_set: Callable[[], None] | None = None) -> None:
         self.tensor = host_zeros(size, dtype=torch.int32, device=device)
+        self._on_set = on_set
 
     def set(self, index: int = 0) -> None:
         """Ends the waits that read this flag."""
         self.tensor[index] = 1
+        if self._on_set is not None:
+            self._on_set()
 
     def clear(self, index: int | None = None) -> None:
         """Waits are possible again: of one lane, or of all."""

@@ -38,9 +38,17 @@ from afd_runtime.control_plane.messages import (
 from afd_runtime.control_plane.rendezvous import MAX_SESSION, Rendezvous
 from afd_runtime.control_plane.sequencer import Sequencer
 from afd_runtime.control_plane.transport import QUIET_S, Link, Watcher, endpoint_of
-from afd_runtime.errors import AFDAttachError, AFDError, AFDProtocolError, AFDRefusedError, AFDShutdownError
+from afd_runtime.doorbells import Doorbells, bell_bytes
+from afd_runtime.errors import (
+    AFDAttachError,
+    AFDError,
+    AFDProtocolError,
+    AFDRefusedError,
+    AFDShutdownError,
+    AFDStuckError,
+)
 from afd_runtime.topology import ExpertPlacement
-from afd_runtime.window import Fabric, WindowLayout
+from afd_runtime.window import Fabric, Window, WindowLayout
 
 logger = logging.getLogger("afd_runtime.ffn")
 
@@ -57,10 +65,12 @@ class FFNControlPlane:
         fabric: Fabric,
         fingerprint: Fingerprint,
         totals: Callable[[], dict[int, LayerTotals]],
+        doorbells: Doorbells | None = None,
+        on_beat: Callable[[], None] | None = None,
     ) -> None:
         placement.local_experts(ffn_rank)  # checks the rank
         self.config, self.ffn_rank, self.placement = config, ffn_rank, placement
-        self.layout, self.fabric = layout, fabric
+        self.layout, self.fabric, self.doorbells = layout, fabric, doorbells
         self.name = f"FFN rank {ffn_rank}"
         self.endpoint = ""
         self._fingerprint, self._totals, self._token = fingerprint, totals, config.token()
@@ -70,7 +80,7 @@ class FFNControlPlane:
         self._stopping: AFDError | None = None
         self._root: Link | None = None
         self._registered: Registered | Refused | None = None
-        self._watcher = Watcher(self.name, self._on_message, self._on_lost, config.liveness_timeout_s)
+        self._watcher = Watcher(self.name, self._on_message, self._on_lost, config.liveness_timeout_s, on_beat)
         self.lanes = LaneTable(self.name, self._watcher.send)
         self._rendezvous = Rendezvous(config, fingerprint, self._token, self._watcher) if ffn_rank == 0 else None
         self._handlers: dict[type, Callable] = {
@@ -154,6 +164,11 @@ class FFNControlPlane:
         with self._changed:
             return self.lanes.take_losses(stage)
 
+    def is_abandoned(self, stage: int) -> bool:
+        """Whether the stage is in a step that every lane has left."""
+        with self._changed:
+            return self.lanes.is_abandoned(stage)
+
     def drop(self, stage: int, attention_rank: int, reason: str, layer: int | None) -> None:
         """Takes a lane out of the active step and tells its attention rank why."""
         with self._changed:
@@ -168,10 +183,10 @@ class FFNControlPlane:
         """Asks for a stop from a signal handler: takes no lock."""
         self._watcher.post(lambda: self.stop_serving("it was asked to stop"))
 
-    def stop_serving(self, reason: str) -> None:
-        """No further step begins; a step that is active goes on."""
+    def stop_serving(self, reason: str, error: AFDError | None = None) -> None:
+        """No further step begins; a step that is active goes on. error: what ``next_order`` raises from now on."""
         with self._changed:
-            self._stopping = self._stopping or AFDShutdownError(f"{self.name} ends: {reason}")
+            self._stopping = self._stopping or error or AFDShutdownError(f"{self.name} ends: {reason}")
             self._changed.notify_all()
 
     def close(self, reason: str) -> None:
@@ -186,7 +201,8 @@ class FFNControlPlane:
         for lane in self.lanes.ranks.values():
             lane.close()
         self.lanes.ranks.clear()
-        self.fabric.collect()
+        if not isinstance(self._stopping, AFDStuckError):  # freeing would wait for the kernel that does not end
+            self.fabric.collect()
 
     # -- on the watcher thread -------------------------------------------------------------------------------------
 
@@ -257,19 +273,27 @@ class FFNControlPlane:
         try:
             reply = self.fabric.open(message.reply_handle, self.layout.reply_nbytes)
             request = self.fabric.allocate(self.layout.request_nbytes)
+            bells = self._open_bells(message)
         except AFDError as error:
             return self._refuse(link, Refused("window", f"{self.name}: {error}"))
         link.name = f"attention rank {peer.rank}"
         none = [-1] * self.config.num_stages
-        lane = AttachedRank(peer.rank, message.session, link, request, reply, given_up=none, announced=list(none))
+        lane = AttachedRank(peer.rank, message.session, link, request, reply, none, list(none), bells=bells)
         self.lanes.ranks[peer.rank] = lane
         self._watcher.watch(link, peer.pid)
-        self._watcher.send(link, Attached(self.ffn_rank, os.getpid(), request.handle))
+        own_bells = None if self.doorbells is None else self.doorbells.handle
+        self._watcher.send(link, Attached(self.ffn_rank, os.getpid(), request.handle, own_bells))
         logger.info(
             "%s: attention rank %d attached (session %d, process %d, windows %d + %d bytes)",
             self.name, peer.rank, message.session, peer.pid, self.layout.request_nbytes, self.layout.reply_nbytes,
         )  # fmt: skip
         return None
+
+    def _open_bells(self, message: Attach) -> Window | None:
+        if self.doorbells is None or message.bells is None:
+            return None
+        peers = len(self.placement.peers(message.peer.rank))
+        return self.fabric.open(message.bells, bell_bytes(self.config.num_stages, peers))
 
     def _on_announce(self, link: Link, message: Announce) -> None:
         lane = self.lanes.of(link)

@@ -33,8 +33,9 @@ def machine_id() -> str:
 
 
 def fingerprint(
-    config: AFDConfig, spec: ModelSpec, dtype: torch.dtype, extra: Mapping[str, str] | None = None
-) -> Fingerprint:
+    config: AFDConfig, spec: ModelSpec, dtype: torch.dtype, extra: Mapping[str, str] | None = None,
+    device: torch.device | None = None,
+) -> Fingerprint:  # fmt: skip
     """The fields that must be equal on both sides. extra: further ones, such as the identity of the expert weights."""
     fields = {
         "protocol_version": PROTOCOL_VERSION,
@@ -46,6 +47,7 @@ def fingerprint(
         "max_batch_tokens": config.max_batch_tokens,
         "num_stages": config.num_stages,
         "compute_gate_on_attention": config.compute_gate_on_attention,
+        "doorbells": device is not None and config.uses_doorbells(device),
         "hidden_size": spec.hidden_size,
         "top_k": spec.top_k,
         "num_experts": spec.num_experts,

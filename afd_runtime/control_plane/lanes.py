@@ -24,7 +24,7 @@ class AttachedRank:
     """One attached attention rank and its windows.
 
     given_up, announced: by stage, the last step that the rank gave up and the last one that it announced (-1: none).
-    lost: why it is gone, or None.
+    lost: why it is gone, or None. bells: its doorbells, mapped here, where ranks ring them.
     """
 
     attention_rank: int
@@ -35,6 +35,7 @@ class AttachedRank:
     given_up: list[int]
     announced: list[int]
     lost: str | None = None
+    bells: Window | None = None
 
     def in_step(self, stage: int, lane_step: int) -> bool:
         """Whether this step of this rank can still be served."""
@@ -44,6 +45,8 @@ class AttachedRank:
         """Frees the windows."""
         self.request.close()
         self.reply.close()
+        if self.bells is not None:
+            self.bells.close()
 
 
 Member = tuple[AttachedRank, Participant]
@@ -97,6 +100,11 @@ class LaneTable:
         if step.members:
             self._active[order.stage] = step
         return list(step.members.values())
+
+    def is_abandoned(self, stage: int) -> bool:
+        """Whether the stage is in a step that every lane has left."""
+        step = self._active.get(stage)
+        return step is not None and all(step.has_left(rank) for rank in step.members)
 
     def take_losses(self, stage: int) -> list[tuple[int, str]]:
         """(attention rank, why) of the lanes that left the active step; the loop touches their slots no more."""

@@ -65,19 +65,21 @@ class Welcome(_Message, frozen=True):
 
 
 class Attach(_Message, frozen=True):
-    """Attention rank → each of its FFN ranks, with the window that the replies go into."""
+    """Attention rank → each of its FFN ranks, with the window that the replies go into. bells: its doorbells."""
 
     peer: Peer
     session: int
     reply_handle: Union[ShmHandle, LocalHandle, CudaHandle]  # noqa: UP007  msgspec reads it at run time
+    bells: CudaHandle | None = None
 
 
 class Attached(_Message, frozen=True):
-    """FFN rank → attention rank, with the window that the requests go into."""
+    """FFN rank → attention rank, with the window that the requests go into. bells: its doorbells."""
 
     ffn_rank: int
     pid: int
     request_handle: Union[ShmHandle, LocalHandle, CudaHandle]  # noqa: UP007
+    bells: CudaHandle | None = None
 
 
 class Announce(_Message, frozen=True):

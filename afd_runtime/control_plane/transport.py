@@ -52,7 +52,8 @@ class Link:
 
 
 class Watcher:
-    """The thread and its sockets. ``on_message(link, message)`` and ``on_lost(link, reason)`` run on it."""
+    """The thread and its sockets. ``on_message(link, message)``, ``on_lost(link, reason)`` and, with each heartbeat,
+    ``on_beat()`` run on it."""
 
     def __init__(
         self,
@@ -60,9 +61,11 @@ class Watcher:
         on_message: Callable[[Link, Message], None],
         on_lost: Callable[[Link, str], None],
         liveness_timeout_s: float,
+        on_beat: Callable[[], None] | None = None,
     ) -> None:
         self.name, self.bad_frames = name, 0
         self._on_message, self._on_lost, self._liveness_s = on_message, on_lost, liveness_timeout_s
+        self._on_beat = on_beat
         self._context = zmq.Context()
         self._router: zmq.Socket | None = None
         self._links: dict[bytes, Link] = {}  # behind the router, by identity
@@ -185,6 +188,8 @@ class Watcher:
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + HEARTBEAT_S
                 self._beat()
+                if self._on_beat is not None:
+                    self._guard(self._on_beat)
         self._release()
 
     def _poll(self, timeout_s: float) -> list[Link | zmq.Socket]:

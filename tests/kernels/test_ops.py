@@ -439,12 +439,13 @@ SIGNATURES = {
     "ReplyLayout": "cap_rows, hidden_size, dtype",
     "SwiGLU": "alpha=1.0, beta=0.0, limit=None, gate_first=True, interleaved=False",
     "arrival": "slots, lanes, layout, *, block_m=None, schedule=None, layer=-1, status=None",
-    "begin_step": "lane, *, session, step, rows, mode=1",
+    "begin_step": "lane, *, session, step, rows, mode=1, bells=None",
     "combine": "reply_slots, row_map, layout, lane, *, out=None, dtype=None",
     "dispatch": "x, topk_ids, topk_weights, *, expert_bucket, slots, layout, lane, layer=0, row_map=None, sent=None, "
-    "workspace=None",
-    "StepMember": "lane, slot, reply_slot, session, step, rows",
-    "enter_step": "slots, reply_slots, lanes, members",
+    "bells=None, workspace=None",
+    "StepMember": "lane, slot, reply_slot, session, step, rows, bell=0",
+    "enter_step": "inbox, slots, reply_slots, lanes, *, peer_bells=None, bells=None",
+    "fill_inbox": "inbox, members",
     "dispatch_workspace": "num_tokens, layout, num_peers",
     "experts_forward": "schedule, w_up, w_down, *, activation=SwiGLU(), b_up=None, b_down=None, y=None, "
     "workspace=None, config=None",
@@ -458,7 +459,7 @@ SIGNATURES = {
     "new_schedule": "num_lanes, layout, *, block_m, device, row_stride=None, max_rows=None, workspace=None",
     "pick": "op, rows_per_expert, dtype, *, gpu='default', shared_memory=101376",
     "pick_experts": "num_pairs, num_experts, dtype, device, *, block_m=None",
-    "reply": "y, schedule, reply_slots, lanes, layout, *, workspace=None",
+    "reply": "y, schedule, reply_slots, lanes, layout, *, bells=None, clock=None, workspace=None",
     "route": "hidden_states, gate_weight, *, top_k, scoring='softmax', gate_bias=None, "
     "selection_bias=None, num_groups=1, topk_groups=1, renormalize=False, scale=1.0, out=None, "
     "workspace=None",
@@ -470,9 +471,9 @@ SIGNATURES = {
     "supported": "op, *, dtype, device='cuda', **sizes",
     "top_k_from_logits": "logits, *, top_k, scoring='softmax', selection_bias=None, num_groups=1, topk_groups=1, "
     "renormalize=False, scale=1.0, out=None",
-    "wait": "slots, lanes, *, abort, status, timeout_s",
+    "wait": "slots, lanes, *, abort, status, timeout_s, bells=None, clock=None",
 }
-CONSTANTS = {"MODE_OFFLINE": 0, "MODE_ONLINE": 1, "REPLY_WORKSPACE": 16}
+CONSTANTS = {"INBOX_FIELDS": 8, "MODE_OFFLINE": 0, "MODE_ONLINE": 1, "REPLY_WORKSPACE": 16}
 ENUMS = {
     "Header": ["MAGIC", "VERSION", "SESSION", "STEP", "LAYER", "EXCHANGE", "ROWS", "PAIRS", "FLAGS"],
     "Lane": ["WORD", "EXCHANGE", "MODE", "ROWS"],
