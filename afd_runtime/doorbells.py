@@ -16,6 +16,7 @@ import torch
 from afd_kernels.signal import BELL_OPEN
 from afd_runtime.window_cuda import CudaHandle, CudaIpc, CudaMemory, checked, cuda_runtime
 
+BELL_PATIENCE_S = 1.0  # a stream waits so long for a doorbell; then the wait kernel looks at abort flags and the time
 _PER_LINE = 32  # bells of a stage begin on a cache line of their own
 
 

@@ -105,6 +105,27 @@ class AttentionSession:
             raise
         self.end_step(stage)
 
+    @contextlib.contextmanager
+    def offline(self, stage: int = 0) -> Iterator[None]:
+        """For an engine's profile, warm-up and capture: ``experts`` sends nothing, in any order, and gives zeros.
+
+        A CUDA graph whose layers were captured in here serves every later step: ``begin_step``, replay, ``end_step``.
+        Enter it before the capture begins. Raises ``AFDError`` inside a step.
+        """
+        self.connector.attention.go_offline(stage)
+        try:
+            yield
+        finally:
+            self.connector.attention.go_online(stage)
+
+    def reattach(self, timeout_s: float | None = None) -> None:
+        """Leaves the group and joins it anew, outside of steps; captured graphs go on.
+
+        A step after a loss does it by itself, for ``reattach_timeout_s``. timeout_s: None is ``attach_timeout_s``.
+        Raises ``AFDAttachError`` or ``AFDRefusedError``; the next step tries again.
+        """
+        self.connector.attention.reattach(timeout_s)
+
     @property
     def stats(self) -> dict[int, dict[str, Any]]:
         """Sums by layer: exchanges, rows, rows_sent, bytes_out, bytes_back and wait_s of this rank.

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,45 +12,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import afd_kernels
-from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, split_word
+from afd_kernels.message import Lane as LaneField
+from afd_kernels.message import split_word
 from afd_kernels.signal import StatusCode
-from afd_kernels.step import begin_step
 from afd_runtime.config import AFDConfig
+from afd_runtime.connectors.attention_lane import Lane
 from afd_runtime.connectors.base import AFDControlPlane
-from afd_runtime.control_plane.attention import AttentionControlPlane
-from afd_runtime.control_plane.cells import AbortCell, status_cells
+from afd_runtime.control_plane.attention import AttachedPeer, AttentionControlPlane
 from afd_runtime.control_plane.fingerprint import fingerprint
 from afd_runtime.control_plane.messages import Announce
-from afd_runtime.errors import AFDCapacityError, AFDError, AFDProtocolError, AFDTimeoutError
+from afd_runtime.doorbells import BELL_PATIENCE_S, Doorbells, bell_offset
+from afd_runtime.errors import (
+    AFDAttachError,
+    AFDCapacityError,
+    AFDError,
+    AFDPeerLost,
+    AFDProtocolError,
+    AFDTimeoutError,
+)
 from afd_runtime.metadata import AFDControlPayload
 from afd_runtime.window import WindowLayout, create_fabric, placement_of
 
 if TYPE_CHECKING:
     from afd_runtime.model_spec import ModelSpec
 
-
-class Lane:
-    """One stage of this attention rank.
-
-    slots, reply_slots: int64[D] for D peers. state: int64[8]. status: int64[8] in host memory. workspace: of dispatch.
-    sent: int64[layers, D], rows sent so far. step: of this lane, from 0; rows: of the step, None between steps;
-    layer_index: exchanged layers that were sent.
-    """
-
-    def __init__(self, num_peers: int, layout: WindowLayout, num_layers: int, device: torch.device) -> None:
-        nbytes = afd_kernels.dispatch_workspace(layout.request.cap_rows, layout.request, num_peers)
-        self.workspace = torch.zeros(nbytes, dtype=torch.uint8, device=device) if device.type == "cuda" else None
-        self.sent = torch.zeros(num_layers, num_peers, dtype=torch.int64, device=device)
-        self.slots = torch.zeros(num_peers, dtype=torch.int64, device=device)
-        self.reply_slots = torch.zeros(num_peers, dtype=torch.int64, device=device)
-        self.state = torch.zeros(LANE_FIELDS, dtype=torch.int64, device=device)
-        self.abort = AbortCell(device)
-        self.status = status_cells(device)
-        self.row_map: torch.Tensor | None = None
-        self.step = -1
-        self.rows: int | None = None
-        self.layer_index = 0
+logger = logging.getLogger("afd_runtime.attention")
 
 
 @dataclass
@@ -81,51 +69,107 @@ class AttentionSide(AFDControlPlane):
         self.layout = WindowLayout.of(config, spec, dtype)
         self.peer_ranks = self.placement.peers(attention_rank)
         self.expert_bucket = self.placement.expert_bucket(attention_rank).to(device)
+        bells = config.uses_doorbells(device)
+        self.doorbells = Doorbells(device, config.num_stages, len(self.peer_ranks)) if bells else None
         self.lanes = [
-            Lane(len(self.peer_ranks), self.layout, len(spec.expert_layers), device) for _ in range(config.num_stages)
+            Lane(len(self.peer_ranks), self.layout, len(spec.expert_layers), device, stage, self.doorbells)
+            for stage in range(config.num_stages)
         ]
         self.stats = {layer: LayerStats() for layer in spec.expert_layers}
+        self._index = {layer: index for index, layer in enumerate(spec.expert_layers)}
         self._timeout_s = config.reply_timeout(device)
-        self.control = AttentionControlPlane(
-            config, attention_rank, self.placement, self.layout, create_fabric(config, device),
-            fingerprint(config, spec, dtype, fingerprint_extra), [lane.abort for lane in self.lanes],
+        self._fabric = create_fabric(config, device)
+        self._fingerprint = fingerprint(config, spec, dtype, fingerprint_extra, device)
+        self._detached: tuple[str, str] | None = None
+        self._attaching = threading.Lock()
+        self.control = self._new_control()
+
+    def _new_control(self) -> AttentionControlPlane:
+        return AttentionControlPlane(
+            self.config, self.attention_rank, self.placement, self.layout, self._fabric, self._fingerprint,
+            [lane.abort for lane in self.lanes], self.doorbells, self._watch_steps,
         )  # fmt: skip
 
     def connect(self) -> None:
         """Joins the group and fills the address tables. The lanes are offline until their first step."""
         if self.device.type == "cuda":
             self._warm_up()
-        for index, peer in enumerate(self.control.connect()):
-            for stage, lane in enumerate(self.lanes):
-                lane.slots[index] = peer.request.address + stage * self.layout.request_stride
-                lane.reply_slots[index] = peer.reply.address + stage * self.layout.reply_stride
+        self._attach(None)
+
+    def _attach(self, timeout_s: float | None) -> None:
+        peers = self.control.connect(timeout_s)
+        for stage, lane in enumerate(self.lanes):
+            lane.set_peers(
+                [peer.request.address + stage * self.layout.request_stride for peer in peers],
+                [peer.reply.address + stage * self.layout.reply_stride for peer in peers],
+                [self._bell_at(peer, stage) for peer in peers],
+            )
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _bell_at(self, peer: AttachedPeer, stage: int) -> int:
+        """Address of the FFN rank's doorbell for this rank's requests, 0 where there is none."""
+        if peer.bells is None:
+            return 0
+        served = self.placement.attention_peers(peer.ffn_rank)
+        return peer.bells.address + bell_offset(stage, served.index(self.attention_rank), len(served))
+
+    def reattach(self, timeout_s: float | None = None) -> None:
+        """Leaves the group and joins it anew: a new session, new windows, the same tables, so captured graphs go on.
+
+        timeout_s: None is ``attach_timeout_s``. Raises ``AFDError`` inside a step, ``AFDAttachError`` where the group
+        is not complete in time, ``AFDRefusedError``; the next step tries again.
+        """
+        with self._attaching:
+            busy = [lane.stage for lane in self.lanes if lane.rows is not None]
+            if busy:
+                raise AFDError(f"stage {busy[0]} is in step {self.lanes[busy[0]].step}; end or abort it first")
+            for lane in self.lanes:
+                lane.drain()
+            self._detached = self._detached or self.control.loss or ("the group", "this rank left it")
+            self.control.close()
+            self.control = self._new_control()
+            self._attach(timeout_s)
+            self._detached = None
+
+    def _reattach_after_loss(self, stage: int) -> None:
+        """At the start of a step: where a peer was lost, tries once to attach anew."""
+        loss = self._detached or self.control.loss
+        if loss is None or any(lane.rows is not None for lane in self.lanes):
+            return
+        name, why = loss
+        lost = {"peer": name, "layer": None, "stage": stage, "step": self.lane(stage).step + 1}
+        if self.config.reattach_timeout_s == 0:
+            raise AFDPeerLost(f"was lost: {why}", **lost)
+        try:
+            self.reattach(self.config.reattach_timeout_s)
+        except AFDAttachError as error:
+            raise AFDPeerLost(f"was lost: {why}; attaching anew failed: {error}", **lost) from error
+        logger.info("attention rank %d attached anew after %s was lost: %s", self.attention_rank, name, why)
+
+    def _watch_steps(self) -> None:
+        """On the watcher thread, with each heartbeat: no stream waits for a doorbell without end."""
+        now = time.monotonic()
+        for lane in self.lanes:
+            busy = lane.rows is not None or lane.undrained
+            if self.doorbells is not None and busy and now - lane.looked_at > BELL_PATIENCE_S:
+                lane.looked_at = now
+                lane.open_bells()
 
     def _warm_up(self) -> None:
         """Launches every kernel once, offline: a first launch would wait for a kernel that waits for a peer."""
         request, device = self.layout.request, self.device
         for lane in self.lanes:
-            begin_step(lane.state, session=1, step=0, rows=0, mode=MODE_OFFLINE)
-            for rows in (1, min(2, request.cap_rows)):
+            lane.go_offline()
+            for rows in sorted({1, min(2, request.cap_rows), request.cap_rows}):
                 hidden = torch.zeros(rows, request.hidden_size, dtype=request.dtype, device=device)
                 ids = torch.zeros(rows, request.top_k, dtype=torch.int32, device=device)
                 weights = torch.zeros(rows, request.top_k, dtype=torch.float32, device=device)
-                row_map = self._dispatch(lane, hidden, ids, weights, layer=0)
-                self._wait(lane)
-                afd_kernels.combine(lane.reply_slots, row_map, self.layout.reply, lane.state, dtype=request.dtype)
+                lane.is_first_launch(hidden, ids, weights)
+                row_map = lane.dispatch(hidden, ids, weights, self.expert_bucket, 0, 0)
+                lane.wait(self._timeout_s, 0)
+                lane.combine(row_map, torch.empty_like(hidden))
         torch.cuda.synchronize(device)
-
-    def _dispatch(
-        self, lane: Lane, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, layer: int
-    ) -> torch.Tensor:
-        return afd_kernels.dispatch(
-            hidden, ids, weights, expert_bucket=self.expert_bucket, slots=lane.slots, layout=self.layout.request,
-            lane=lane.state, layer=layer, sent=lane.sent[lane.layer_index], workspace=lane.workspace,
-        )  # fmt: skip
-
-    def _wait(self, lane: Lane) -> None:
-        afd_kernels.wait(
-            lane.reply_slots, lane.state, abort=lane.abort.tensor, status=lane.status, timeout_s=self._timeout_s
-        )
 
     # -- control plane ---------------------------------------------------------------------------------------------
 
@@ -159,9 +203,11 @@ class AttentionSide(AFDControlPlane):
             raise AFDError(f"num_rows is {num_rows}; allowed: 0 … {self.config.max_batch_tokens}")
         if lane.rows is not None:
             raise AFDError(f"stage {stage} is still in step {lane.step}; call end_step or abort_step first")
+        self._reattach_after_loss(stage)
+        lane.drain()
         self.control.begin_step(stage, lane.step + 1)
-        lane.step, lane.rows, lane.layer_index = lane.step + 1, num_rows, 0
-        begin_step(lane.state, session=self.control.session, step=lane.step, rows=num_rows)
+        lane.begin(self.control.session, num_rows)
+        lane.looked_at = time.monotonic()
         self.control.announce(Announce(stage, lane.step, num_rows, *flags))
 
     def end_step(self, stage: int = 0) -> None:
@@ -172,13 +218,22 @@ class AttentionSide(AFDControlPlane):
         if self.device.type == "cuda":  # before any result of the step leaves
             torch.cuda.current_stream(self.device).synchronize()
             self._check_status(lane, stage)
-        done, layers = lane.layer_index, len(self.spec.expert_layers)
+        layers = len(self.spec.expert_layers)
+        if lane.layer_index < layers and self.device.type == "cuda":
+            lane.layer_index = int(lane.state[LaneField.EXCHANGE])  # what a graph ran, the device has counted
+        done = lane.layer_index
         if done < layers:
             self.abort_step(f"it ended after {done} of {layers} exchanged layers", stage)
             raise AFDError(
                 f"step {lane.step} of stage {stage} ended after {done} of {layers} exchanged layers; run all of them"
             )
-        lane.rows = None
+        self._leave(lane)
+
+    def _leave(self, lane: Lane) -> None:
+        for layer in self.spec.expert_layers[: lane.layer_index]:
+            self.stats[layer].exchanges += 1
+            self.stats[layer].rows += lane.rows or 0
+        lane.rows = lane.row_map = None
 
     def abort_step(self, reason: str, stage: int = 0) -> None:
         """Gives the stage's step up and tells the peers. Nothing happens outside a step."""
@@ -187,8 +242,33 @@ class AttentionSide(AFDControlPlane):
             return
         layers = self.spec.expert_layers
         layer = layers[lane.layer_index] if lane.layer_index < len(layers) else None
-        lane.rows = None
+        self._leave(lane)
+        if self.device.type == "cuda":
+            lane.undrained = True
+            lane.abort.set()
         self.control.abort(stage, lane.step, reason, layer)
+
+    def go_offline(self, stage: int = 0) -> None:
+        """An engine profiles, warms up or captures: until ``go_online`` layers send nothing and give zeros.
+
+        Raises ``AFDError`` inside a step and inside a capture.
+        """
+        lane = self.lane(stage)
+        if lane.rows is not None or lane.offline:
+            state = "offline already" if lane.offline else f"in step {lane.step}; end it first"
+            raise AFDError(f"stage {stage} is {state}")
+        if self._is_capturing():
+            raise AFDError(f"stage {stage} goes offline inside a graph capture; do it before the capture begins")
+        lane.drain()
+        lane.go_offline()
+        lane.offline = True
+
+    def go_online(self, stage: int = 0) -> None:
+        """Ends ``go_offline``. The lane takes part again from its next step on."""
+        self.lane(stage).offline = False
+
+    def _is_capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def lane(self, stage: int) -> Lane:
         """The lane of a stage. Raises ``AFDError`` outside ``0 … num_stages - 1``."""
@@ -213,17 +293,26 @@ class AttentionSide(AFDControlPlane):
                 f"[{hidden.shape[0]}, {self.spec.top_k}] for both (rows of hidden, top_k of the model)"
             )
         ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.to(torch.float32).contiguous()
-        lane.row_map = self._dispatch(lane, hidden.contiguous(), ids, weights, layer=layer_idx)
+        hidden = hidden.contiguous()
+        if self.device.type == "cuda":
+            first = lane.is_first_launch(hidden, ids, weights)
+            if first and self._is_capturing():
+                raise AFDError(
+                    f"hidden {hidden.dtype}{list(hidden.shape)} at an address of another alignment than before is used "
+                    "for the first time inside a graph capture; run the layer once with it before the capture"
+                )
+        lane.row_map = lane.dispatch(hidden, ids, weights, self.expert_bucket, layer_idx, self._index[layer_idx])
 
     def _check_exchange(self, lane: Lane, hidden: torch.Tensor, layer_idx: int, stage: int) -> None:
         layers = self.spec.expert_layers
-        if lane.rows is None:
+        if lane.offline and layer_idx not in self._index:
+            raise AFDError(f"layer_idx is {layer_idx}; allowed: {list(layers)}")
+        if lane.rows is None and not lane.offline:
             raise AFDError(f"layer {layer_idx} is sent outside a step of stage {stage}; call begin_step first")
-        if lane.layer_index >= len(layers) or layers[lane.layer_index] != layer_idx:
-            allowed = (
-                layers[lane.layer_index] if lane.layer_index < len(layers) else "none, all were sent; call end_step"
-            )
-            raise AFDError(f"layer_idx is {layer_idx} in step {lane.step} of stage {stage}; allowed: {allowed}")
+        if lane.rows is not None and self._is_capturing():
+            raise AFDError(f"layer {layer_idx} is captured inside step {lane.step}; capture it in offline({stage})")
+        if not lane.offline:
+            self._check_order(lane, layer_idx, stage)
         if hidden.dim() != 2 or hidden.shape[1] != self.spec.hidden_size or hidden.dtype != self.layout.request.dtype:
             raise AFDError(
                 f"hidden is {hidden.dtype}{list(hidden.shape)}; allowed: {self.layout.request.dtype}[M, "
@@ -234,10 +323,18 @@ class AttentionSide(AFDControlPlane):
                 f"hidden has {hidden.shape[0]} rows; allowed: up to max_batch_tokens={self.config.max_batch_tokens}; "
                 "split the batch, or raise max_batch_tokens on both sides"
             )
-        if hidden.shape[0] < lane.rows:
+        if hidden.shape[0] < (lane.rows or 0):
             raise AFDError(
                 f"hidden has {hidden.shape[0]} rows; the step was begun with {lane.rows}; begin it with fewer"
             )
+
+    def _check_order(self, lane: Lane, layer_idx: int, stage: int) -> None:
+        layers = self.spec.expert_layers
+        if lane.layer_index >= len(layers) or layers[lane.layer_index] != layer_idx:
+            allowed = (
+                layers[lane.layer_index] if lane.layer_index < len(layers) else "none, all were sent; call end_step"
+            )
+            raise AFDError(f"layer_idx is {layer_idx} in step {lane.step} of stage {stage}; allowed: {allowed}")
 
     def recv_ffn_output(self, ref_tensor: torch.Tensor, *, layer_idx: int, stage: int) -> torch.Tensor:
         """Waits for every peer's reply and adds them up in fp32, in the order of the peers. Returns [M, H].
@@ -248,16 +345,14 @@ class AttentionSide(AFDControlPlane):
         if lane.row_map is None:
             raise AFDError(f"nothing was sent for layer {layer_idx} of stage {stage}; call send_attn_output first")
         start = time.perf_counter()
-        self._wait(lane)
-        waited = 0.0
+        lane.wait(self._timeout_s, self._index[layer_idx])
         if self.device.type == "cpu":
-            waited = time.perf_counter() - start
+            self.stats[layer_idx].wait_s += time.perf_counter() - start
             self._check_status(lane, stage)
         out = torch.empty_like(ref_tensor, memory_format=torch.contiguous_format)
         row_map, lane.row_map = lane.row_map, None
-        afd_kernels.combine(lane.reply_slots, row_map, self.layout.reply, lane.state, out=out)
-        self._count(layer_idx, lane, waited)
-        lane.layer_index += 1
+        lane.combine(row_map, out)
+        lane.layer_index += 0 if lane.offline else 1
         return out
 
     def _check_status(self, lane: Lane, stage: int) -> None:
@@ -289,14 +384,13 @@ class AttentionSide(AFDControlPlane):
             self.abort_step(str(error), stage)
             raise
 
-    def _count(self, layer_idx: int, lane: Lane, waited: float) -> None:
-        stats = self.stats[layer_idx]
-        stats.exchanges, stats.wait_s = stats.exchanges + 1, stats.wait_s + waited
-        stats.rows += lane.rows or 0
-
     def layer_stats(self) -> dict[int, LayerStats]:
         """The sums by layer. Reads the device's counters."""
         sent = sum(lane.sent.cpu() for lane in self.lanes)
+        if self.device.type == "cuda":
+            waited = sum(lane.clocks[:, 0].cpu() for lane in self.lanes).tolist()  # type: ignore[union-attr]
+            for stats, nanoseconds in zip(self.stats.values(), waited, strict=True):
+                stats.wait_s = nanoseconds * 1e-9
         for (_, stats), rows in zip(self.stats.items(), sent.tolist(), strict=True):  # type: ignore[union-attr]
             stats.rows_sent = sum(rows)
             exchanges = [stats.exchanges] * len(rows)

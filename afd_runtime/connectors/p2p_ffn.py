@@ -23,7 +23,7 @@ from afd_runtime.control_plane.ffn import FFNControlPlane
 from afd_runtime.control_plane.fingerprint import fingerprint
 from afd_runtime.control_plane.lanes import AttachedRank, Member
 from afd_runtime.control_plane.messages import LayerTotals, Order
-from afd_runtime.doorbells import Doorbells, bell_offset
+from afd_runtime.doorbells import BELL_PATIENCE_S, Doorbells, bell_offset
 from afd_runtime.errors import AFDError, AFDStuckError
 from afd_runtime.metadata import (
     AFDA2FTransferPayload,
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("afd_runtime.ffn")
 POLL_S = 20e-6
 STUCK_AFTER_S = 10.0
-BELL_PATIENCE_S = 1.0  # a stream waits so long for a doorbell; then the wait kernel looks at abort flags and the time
 
 
 @dataclass(eq=False)

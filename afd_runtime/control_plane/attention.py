@@ -93,16 +93,20 @@ class AttentionControlPlane:
         self._aborted: list[tuple[Link, Abort] | None] = [None] * config.num_stages
         self._unconfirmed: list[set[Link]] = [set() for _ in range(config.num_stages)]
         self._closed = False
+        self._attach_s = config.attach_timeout_s
         self._watcher = Watcher(self.name, self._on_message, self._on_lost, config.liveness_timeout_s, on_beat)
 
     # -- joining ---------------------------------------------------------------------------------------------------
 
-    def connect(self) -> list[AttachedPeer]:
-        """Says hello to FFN rank 0 and attaches to each of this rank's FFN ranks, within ``attach_timeout_s``.
+    def connect(self, timeout_s: float | None = None) -> list[AttachedPeer]:
+        """Says hello to FFN rank 0 and attaches to each of this rank's FFN ranks.
+
+        timeout_s: None is ``attach_timeout_s``.
 
         Raises ``AFDRefusedError`` (with the field that differs) or ``AFDAttachError``; then nothing is left open.
         """
-        deadline = time.monotonic() + self.config.attach_timeout_s
+        self._attach_s = self.config.attach_timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + self._attach_s
         self._watcher.start()
         try:
             root = self._dial(0, endpoint_of(self.config.host, self.config.port))
@@ -155,7 +159,7 @@ class AttentionControlPlane:
                     seconds = max(0.0, deadline - time.monotonic())
                     logger.warning("%s waits for %s, for %.0f s at most", self.name, absent, seconds)
                     continue
-                limit = f"within attach_timeout_s={self.config.attach_timeout_s:g}"
+                limit = f"within {self._attach_s:g} s"
                 if missing:
                     ranks = ", ".join(map(str, missing))
                     raise AFDAttachError(
