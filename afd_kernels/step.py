@@ -111,7 +111,7 @@ def fill_inbox(inbox: torch.Tensor, members: Sequence[StepMember]) -> None:
         entry = member.slot, member.reply_slot, member.bell, word, member.rows, MODE_ONLINE
         first = member.lane * INBOX_FIELDS
         values[first : first + len(entry)] = entry
-    (ctypes.c_int64 * len(values)).from_address(inbox.data_ptr())[:] = values
+    (ctypes.c_int64 * len(values)).from_address(inbox.data_ptr())[:] = values  # type: ignore[assignment]
 
 
 @triton.jit(do_not_specialize=["A"])

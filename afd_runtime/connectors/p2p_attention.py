@@ -138,7 +138,7 @@ class AttentionSide(AFDControlPlane):
         if loss is None or any(lane.rows is not None for lane in self.lanes):
             return
         name, why = loss
-        lost = {"peer": name, "layer": None, "stage": stage, "step": self.lane(stage).step + 1}
+        lost: dict[str, Any] = {"peer": name, "layer": None, "stage": stage, "step": self.lane(stage).step + 1}
         if self.config.reattach_timeout_s == 0:
             raise AFDPeerLost(f"was lost: {why}", **lost)
         try:

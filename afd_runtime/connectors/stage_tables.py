@@ -18,8 +18,8 @@ class StageTables:
 
     slots, reply_slots: int64[A], 0 where a rank is not in the step. lanes: int64[A, 8]. inbox: int64[A, 8], abort:
     int32[A], status: int64[A, 8], all three in host memory. bells: int32[A], own doorbells, and peer_bells: int64[A],
-    those of the attention ranks, or None both. clocks: int64[layers, 4]; read_clocks: what the last graph left of it, in
-    host memory. in_graph: a captured graph writes the tables from the inbox; else whoever enters the step does.
+    those of the attention ranks, or None both. clocks: int64[layers, 4]; read_clocks: what the last graph left of it,
+    in host memory. in_graph: a captured graph writes the tables from the inbox; else whoever enters the step does.
     """
 
     def __init__(

@@ -140,9 +140,10 @@ def ffn_main(pipe: Any, options: dict, rank: int, spec: Spec, extra: dict, bank_
     """An FFN process: serves until it is told to end, then reports what it served."""
     torch.set_num_threads(1)
     logging.basicConfig(level="WARNING")
+    device = options.pop("device", "cpu")
     config = AFDConfig(role="ffn", **options)
-    server = FFNServer(config, rank, spec, Bank(spec, placement_of(config, spec).local_experts(rank), **bank_options),
-                       fingerprint_extra=extra)  # fmt: skip
+    bank = Bank(spec, placement_of(config, spec).local_experts(rank), device=device, **bank_options)
+    server = FFNServer(config, rank, spec, bank, device=device, fingerprint_extra=extra)
 
     def start() -> int:
         server.start()
@@ -163,10 +164,14 @@ def attention_main(pipe: Any, options: dict, rank: int, spec: Spec, extra: dict)
     logging.basicConfig(level="WARNING")
     session: AttentionSession | None = None
 
+    device = options.pop("device", "cpu")
+
     def connect() -> int:
         nonlocal session
+        if device == "cuda":  # on the legacy stream it would wait for whatever else runs
+            torch.cuda.set_stream(torch.cuda.Stream())
         config = AFDConfig(role="attention", **options)
-        session = AttentionSession.connect(config, rank, spec, fingerprint_extra=extra)
+        session = AttentionSession.connect(config, rank, spec, device=device, fingerprint_extra=extra)
         return session.session
 
     while True:
