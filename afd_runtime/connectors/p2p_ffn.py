@@ -205,7 +205,7 @@ class FFNSide(AFDControlPlane):
         return sum(participant.rows for _, participant in self._step(stage).members.values())
 
     def _watch_steps(self) -> None:
-        """On the watcher thread, with each heartbeat: no stream waits without end for a doorbell, no step for nobody."""
+        """On the watcher thread, with each heartbeat: nothing waits without end, for a doorbell or for a kernel."""
         now = time.monotonic()
         for stage, (step, tables) in enumerate(zip(self._steps, self.tables, strict=True)):
             if step is None:
