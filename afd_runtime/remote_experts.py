@@ -69,6 +69,14 @@ class AttentionSession:
         """Announces a step of ``num_rows`` rows (0 … max_rows). Every exchanged layer must follow, in order."""
         self.connector.attention.begin_step(num_rows, stage)
 
+    def begin_steps(self, rows: Mapping[int, int]) -> None:
+        """Announces a step in each stage of ``rows`` (rows by stage) at once, or in none of them.
+
+        For a thread that drives several stages: it may send and wait in all of them in turn, if before it waits for a
+        layer's reply it has sent that layer in each lower stage.
+        """
+        self.connector.attention.begin_steps(rows)
+
     def experts(
         self, layer_idx: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, stage: int = 0
     ) -> torch.Tensor:
@@ -97,13 +105,21 @@ class AttentionSession:
     @contextlib.contextmanager
     def step(self, num_rows: int, stage: int = 0) -> Iterator[None]:
         """``begin_step`` … ``end_step``; an exception inside gives the step up."""
-        self.begin_step(num_rows, stage)
+        with self.steps({stage: num_rows}):
+            yield
+
+    @contextlib.contextmanager
+    def steps(self, rows: Mapping[int, int]) -> Iterator[None]:
+        """``begin_steps`` … ``end_step`` of each stage; an exception gives up the steps that have not ended."""
+        self.begin_steps(rows)
         try:
             yield
+            for stage in rows:
+                self.end_step(stage)
         except BaseException as error:
-            self.abort_step(f"{type(error).__name__}: {error}", stage)
+            for stage in rows:
+                self.abort_step(f"{type(error).__name__}: {error}", stage)
             raise
-        self.end_step(stage)
 
     @contextlib.contextmanager
     def offline(self, stage: int = 0) -> Iterator[None]:

@@ -12,18 +12,18 @@ from afd_runtime.metadata import AFDA2FTransferPayload, AFDControlPayload, AFDTr
 
 
 class AFDControlPlane(ABC):
-    """Tells the FFN side which steps to serve: one payload per step."""
+    """Tells the FFN side which steps to serve: one payload per step, or per unit of steps in several stages."""
 
     @abstractmethod
     def recv_dp_metadata_list(self, stage: int | None = None) -> AFDControlPayload:
-        """Waits for the next step of ``stage`` (None: of any).
+        """Waits for the next step of ``stage``. None: for the next unit, with all of its stages in one payload.
 
         Raises ``AFDShutdownError`` when there is none any more.
         """
 
     @abstractmethod
     def send_dp_metadata_list(self, payload: AFDControlPayload) -> None:
-        """Attention side: announces a step."""
+        """Attention side: announces a step in each stage of ``payload``, as one unit."""
 
     @abstractmethod
     def update_state_from_dp_metadata(self, payload: AFDControlPayload) -> None:

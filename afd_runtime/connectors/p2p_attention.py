@@ -20,7 +20,7 @@ from afd_runtime.connectors.attention_lane import Lane
 from afd_runtime.connectors.base import AFDControlPlane
 from afd_runtime.control_plane.attention import AttachedPeer, AttentionControlPlane
 from afd_runtime.control_plane.fingerprint import fingerprint
-from afd_runtime.control_plane.messages import Announce
+from afd_runtime.control_plane.messages import Announce, StageStep
 from afd_runtime.doorbells import BELL_PATIENCE_S, Doorbells, bell_offset
 from afd_runtime.errors import (
     AFDAttachError,
@@ -178,10 +178,12 @@ class AttentionSide(AFDControlPlane):
         raise AFDError(f"attention rank {self.attention_rank} receives no steps; call it on an FFN rank's connector")
 
     def send_dp_metadata_list(self, payload: AFDControlPayload) -> None:
-        """Begins a step in each stage of ``payload`` with this rank's count of rows."""
+        """Begins a step in each stage of ``payload`` with this rank's count of rows, as one unit."""
         flags = (payload.is_warmup, payload.is_graph_capturing, payload.is_graph_replaying)
-        for stage, metadata in payload.dp_metadata_list.items():
-            self.begin_step(int(metadata.num_tokens_across_dp_cpu[self.attention_rank]), stage, flags)
+        counts = payload.dp_metadata_list
+        self.begin_steps(
+            {stage: int(counts[stage].num_tokens_across_dp_cpu[self.attention_rank]) for stage in counts}, flags
+        )
 
     def update_state_from_dp_metadata(self, payload: AFDControlPayload) -> None:
         """Nothing to do: ``send_dp_metadata_list`` has begun the steps."""
@@ -189,10 +191,31 @@ class AttentionSide(AFDControlPlane):
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def begin_step(self, num_rows: int, stage: int = 0, flags: tuple[bool, bool, bool] = (False, False, False)) -> None:
-        """Begins the next step of a stage: announces it and writes the lane's state.
+        """Begins the next step of one stage, as ``begin_steps`` does."""
+        self.begin_steps({stage: num_rows}, flags)
 
-        num_rows: 0 … max_batch_tokens. Raises ``AFDCapacityError``, ``AFDPeerLost``, or ``AFDError`` inside a step.
+    def begin_steps(self, rows: Mapping[int, int], flags: tuple[bool, bool, bool] = (False, False, False)) -> None:
+        """Begins the next step of each stage in ``rows``: writes the lanes' states and announces all of them at once.
+
+        rows: by stage, each 0 … max_batch_tokens. A refused stage begins none. On a GPU the states are written on the
+        current stream: a stage that runs on another has to wait for it. Raises ``AFDCapacityError``, ``AFDPeerLost``,
+        or ``AFDError`` inside a step.
         """
+        if not rows:
+            raise AFDError("rows is empty; allowed: the rows of one stage or more; name each stage of the forward")
+        for stage, num_rows in rows.items():
+            self._check_begin(num_rows, stage)
+        self._reattach_after_loss(next(iter(rows)))
+        for stage in rows:
+            self.lanes[stage].drain()
+            self.control.begin_step(stage, self.lanes[stage].step + 1)
+        for stage, num_rows in rows.items():
+            self.lanes[stage].begin(self.control.session, num_rows)
+            self.lanes[stage].looked_at = time.monotonic()
+        steps = tuple(StageStep(stage, self.lanes[stage].step, num_rows) for stage, num_rows in rows.items())
+        self.control.announce(Announce(steps, *flags))
+
+    def _check_begin(self, num_rows: int, stage: int) -> None:
         lane = self.lane(stage)
         if num_rows > self.config.max_batch_tokens:
             raise AFDCapacityError(
@@ -203,12 +226,6 @@ class AttentionSide(AFDControlPlane):
             raise AFDError(f"num_rows is {num_rows}; allowed: 0 … {self.config.max_batch_tokens}")
         if lane.rows is not None:
             raise AFDError(f"stage {stage} is still in step {lane.step}; call end_step or abort_step first")
-        self._reattach_after_loss(stage)
-        lane.drain()
-        self.control.begin_step(stage, lane.step + 1)
-        lane.begin(self.control.session, num_rows)
-        lane.looked_at = time.monotonic()
-        self.control.announce(Announce(stage, lane.step, num_rows, *flags))
 
     def end_step(self, stage: int = 0) -> None:
         """Ends a step. Raises ``AFDError`` (and gives the step up) where layers are missing."""

@@ -120,22 +120,32 @@ class FFNSide(AFDControlPlane):
     # -- control plane ---------------------------------------------------------------------------------------------
 
     def recv_dp_metadata_list(self, stage: int | None = None) -> AFDControlPayload:
-        """Waits for the next step with a lane that is served here, and enters it."""
+        """Waits for the next step of ``stage`` with a lane that is served here, and enters it.
+
+        None: for the next unit, and enters all of its stages, whose layers must then be served in turn.
+        """
         while True:
-            order = self.control.next_order(stage)
-            counts = [0] * self.config.num_attention_ranks
-            for participant in order.participants:
-                counts[participant.attention_rank] = participant.rows
+            orders = self.control.next_orders(stage)
             payload = AFDControlPayload(
-                {order.stage: AFDDPMetadata.from_counts(counts)},
-                is_graph_capturing=order.is_graph_capturing,
-                is_warmup=order.is_warmup,
-                is_graph_replaying=order.is_graph_replaying,
+                {order.stage: self._counts(order) for order in orders},
+                is_graph_capturing=orders[0].is_graph_capturing,
+                is_warmup=orders[0].is_warmup,
+                is_graph_replaying=orders[0].is_graph_replaying,
             )
-            self._orders[order.stage] = order
+            for order in orders:
+                self._orders[order.stage] = order
             self.update_state_from_dp_metadata(payload)
-            if self._steps[order.stage] is not None:
-                return payload
+            entered = {
+                index: counts for index, counts in payload.dp_metadata_list.items() if self._steps[index] is not None
+            }
+            if entered:
+                return dataclasses.replace(payload, dp_metadata_list=entered)
+
+    def _counts(self, order: Order) -> AFDDPMetadata:
+        counts = [0] * self.config.num_attention_ranks
+        for participant in order.participants:
+            counts[participant.attention_rank] = participant.rows
+        return AFDDPMetadata.from_counts(counts)
 
     def send_dp_metadata_list(self, payload: AFDControlPayload) -> None:
         """Refused: attention ranks announce steps."""

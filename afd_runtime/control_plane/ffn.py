@@ -12,6 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from afd_runtime.config import AFDConfig
 from afd_runtime.control_plane.cells import AbortCell
 from afd_runtime.control_plane.fingerprint import check_peer, machine_id
@@ -27,6 +29,7 @@ from afd_runtime.control_plane.messages import (
     LayerTotals,
     Message,
     Order,
+    Orders,
     Peer,
     Refused,
     Register,
@@ -36,7 +39,7 @@ from afd_runtime.control_plane.messages import (
     StatsRequest,
 )
 from afd_runtime.control_plane.rendezvous import MAX_SESSION, Rendezvous
-from afd_runtime.control_plane.sequencer import Sequencer
+from afd_runtime.control_plane.sequencer import Sequencer, check_announce
 from afd_runtime.control_plane.transport import QUIET_S, Link, Watcher, endpoint_of
 from afd_runtime.doorbells import Doorbells, bell_bytes
 from afd_runtime.errors import (
@@ -75,8 +78,9 @@ class FFNControlPlane:
         self.endpoint = ""
         self._fingerprint, self._totals, self._token = fingerprint, totals, config.token()
         self._changed = threading.Condition()
-        self._sequencer = Sequencer(config.num_stages)
+        self._sequencer = Sequencer()
         self._orders: list[deque[Order]] = [deque() for _ in range(config.num_stages)]
+        self._begun = 0
         self._stopping: AFDError | None = None
         self._root: Link | None = None
         self._registered: Registered | Refused | None = None
@@ -85,7 +89,7 @@ class FFNControlPlane:
         self._rendezvous = Rendezvous(config, fingerprint, self._token, self._watcher) if ffn_rank == 0 else None
         self._handlers: dict[type, Callable] = {
             Register: self._on_newcomer, Registered: self._on_registered, Refused: self._on_registered,
-            Hello: self._on_newcomer, Attach: self._on_attach, Announce: self._on_announce, Order: self._on_order,
+            Hello: self._on_newcomer, Attach: self._on_attach, Announce: self._on_announce, Orders: self._on_orders,
             Abort: self._on_abort, Detach: self._on_detach, StatsRequest: self._on_stats, Shutdown: self._on_shutdown,
         }  # fmt: skip
 
@@ -134,25 +138,39 @@ class FFNControlPlane:
                 self._changed.wait_for(lambda: self._registered is not None, limit - quiet)
             return self._registered
 
-    def next_order(self, stage: int | None = None) -> Order:
-        """Waits for the next step of ``stage`` (None: of any).
+    def next_orders(self, stage: int | None = None) -> tuple[Order, ...]:
+        """Waits for the next step of ``stage``: one order. None: for the next unit, all of its orders.
 
-        Raises ``AFDShutdownError`` once a stop was asked for, ``AFDError`` where FFN rank 0 was lost.
+        Raises ``AFDShutdownError`` once a stop was asked for, ``AFDError`` where FFN rank 0 was lost; but before that
+        come the steps of units that another stage has begun, because their ranks may wait in this stage.
         """
-        stages = range(self.config.num_stages) if stage is None else (stage,)
         with self._changed:
             while True:
+                orders = self._dequeue(stage)
+                if orders:
+                    self._begun = max(self._begun, orders[0].number)
+                    return orders
                 if self._stopping is not None:
                     raise self._stopping
-                for index in stages:
-                    if self._orders[index]:
-                        return self._orders[index].popleft()
-                order = self._sequencer.take(stage)
-                if order is not None:
-                    if self._rendezvous is not None and self.placement.kind == "sharded":
-                        self._rendezvous.send_to_ffn_ranks(order)
-                    return order
-                self._changed.wait()
+                unit = self._sequencer.take(stage)
+                if not unit:
+                    self._changed.wait()
+                    continue
+                if self._rendezvous is not None and self.placement.kind == "sharded":
+                    self._rendezvous.send_to_ffn_ranks(Orders(unit))
+                self._enqueue(unit)
+
+    def _dequeue(self, stage: int | None) -> tuple[Order, ...]:
+        queues = self._orders if stage is None else [self._orders[stage]]
+        number = min((queue[0].number for queue in queues if queue), default=None)
+        if number is None or (self._stopping is not None and number > self._begun):
+            return ()
+        return tuple(queue.popleft() for queue in queues if queue and queue[0].number == number)
+
+    def _enqueue(self, unit: tuple[Order, ...]) -> None:
+        for order in unit:
+            self._orders[order.stage].append(order)
+        self._changed.notify_all()
 
     def enter_step(self, order: Order, abort: AbortCell) -> list[Member]:
         """The lanes of ``order`` that are served here and still in it; from now on a loss among them sets its flag."""
@@ -184,7 +202,10 @@ class FFNControlPlane:
         self._watcher.post(lambda: self.stop_serving("it was asked to stop"))
 
     def stop_serving(self, reason: str, error: AFDError | None = None) -> None:
-        """No further step begins; a step that is active goes on. error: what ``next_order`` raises from now on."""
+        """No further unit begins; one that a stage has begun goes on in all of its stages.
+
+        error: what ``next_orders`` raises from then on.
+        """
         with self._changed:
             self._stopping = self._stopping or error or AFDShutdownError(f"{self.name} ends: {reason}")
             self._changed.notify_all()
@@ -297,31 +318,24 @@ class FFNControlPlane:
 
     def _on_announce(self, link: Link, message: Announce) -> None:
         lane = self.lanes.of(link)
-        self._check_stage(message.stage)
         if self.placement.sequencer(lane.attention_rank) != self.ffn_rank:
             raise AFDProtocolError(f"{link.name} announces to {self.name}, which is not its sequencer")
-        if not 0 <= message.rows <= self.config.max_batch_tokens:
-            raise AFDProtocolError(
-                f"{link.name} announces {message.rows} rows; allowed: 0 … {self.config.max_batch_tokens}"
-            )
-        if not lane.announced[message.stage] < message.lane_step < 1 << 32:
-            raise AFDProtocolError(
-                f"{link.name} announces step {message.lane_step} after {lane.announced[message.stage]}"
-            )
-        lane.announced[message.stage] = message.lane_step
-        if lane.in_step(message.stage, message.lane_step):
-            self._sequencer.announce(lane.attention_rank, lane.session, message)
-            self._changed.notify_all()
-
-    def _on_order(self, link: Link, message: Order) -> None:
-        if link is not self._root:
-            raise AFDProtocolError(f"{link.name} sent Order, which only FFN rank 0 sends")
-        self._check_stage(message.stage)
-        for participant in message.participants:
-            if not 0 <= participant.attention_rank < self.config.num_attention_ranks:
-                raise AFDProtocolError(f"{link.name} ordered a step of attention rank {participant.attention_rank}")
-        self._orders[message.stage].append(message)
+        check_announce(link.name, message, lane.announced, self.config.max_batch_tokens)
+        for step in message.stages:
+            lane.announced[step.stage] = step.lane_step
+        alive = tuple(step for step in message.stages if lane.in_step(step.stage, step.lane_step))
+        self._sequencer.announce(lane.attention_rank, lane.session, msgspec.structs.replace(message, stages=alive))
         self._changed.notify_all()
+
+    def _on_orders(self, link: Link, message: Orders) -> None:
+        if link is not self._root:
+            raise AFDProtocolError(f"{link.name} sent Orders, which only FFN rank 0 sends")
+        for order in message.orders:
+            self._check_stage(order.stage)
+            for participant in order.participants:
+                if not 0 <= participant.attention_rank < self.config.num_attention_ranks:
+                    raise AFDProtocolError(f"{link.name} ordered a step of attention rank {participant.attention_rank}")
+        self._enqueue(message.orders)
 
     def _on_abort(self, link: Link, message: Abort) -> None:
         lane = self.lanes.of(link)

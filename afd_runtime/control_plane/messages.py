@@ -11,7 +11,7 @@ from afd_runtime.errors import AFDProtocolError
 from afd_runtime.window import LocalHandle, ShmHandle
 from afd_runtime.window_cuda import CudaHandle
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 20
 
 Fingerprint = dict[str, str]
@@ -82,12 +82,18 @@ class Attached(_Message, frozen=True):
     bells: CudaHandle | None = None
 
 
-class Announce(_Message, frozen=True):
-    """Attention rank → its sequencer: step ``lane_step`` of this stage begins, with ``rows`` rows."""
+class StageStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Step ``lane_step`` of the sender's lane of ``stage``, with ``rows`` rows."""
 
     stage: int
     lane_step: int
     rows: int
+
+
+class Announce(_Message, frozen=True):
+    """Attention rank → its sequencer: a forward begins, with a step in each of ``stages``; they are ordered as one."""
+
+    stages: tuple[StageStep, ...]
     is_warmup: bool = False
     is_graph_capturing: bool = False
     is_graph_replaying: bool = False
@@ -102,8 +108,8 @@ class Participant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: int
 
 
-class Order(_Message, frozen=True):
-    """Sequencer → every FFN rank: step ``number`` of ``stage``."""
+class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The step of ``stage`` in unit ``number``."""
 
     number: int
     stage: int
@@ -111,6 +117,12 @@ class Order(_Message, frozen=True):
     is_warmup: bool = False
     is_graph_capturing: bool = False
     is_graph_replaying: bool = False
+
+
+class Orders(_Message, frozen=True):
+    """Sequencer → every FFN rank: one unit, an order for each of its stages, all with the same number."""
+
+    orders: tuple[Order, ...]
 
 
 class Abort(_Message, frozen=True):
@@ -172,7 +184,7 @@ class Shutdown(_Message, frozen=True):
 
 
 Message = Union[  # noqa: UP007  msgspec reads it at run time
-    Register, Registered, Hello, Pending, Welcome, Attach, Attached, Announce, Order, Abort, Aborted, StatsRequest,
+    Register, Registered, Hello, Pending, Welcome, Attach, Attached, Announce, Orders, Abort, Aborted, StatsRequest,
     Stats, Heartbeat, Detach, Refused, Shutdown,
 ]  # fmt: skip
 

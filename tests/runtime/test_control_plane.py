@@ -22,13 +22,14 @@ from afd_runtime.control_plane.messages import (
     Attach,
     Heartbeat,
     Order,
+    Orders,
     Participant,
     Peer,
     Shutdown,
+    StageStep,
     decode,
     encode,
 )
-from afd_runtime.control_plane.sequencer import Sequencer
 from afd_runtime.control_plane.transport import Watcher
 from afd_runtime.errors import AFDConfigError, AFDProtocolError
 from afd_runtime.window import LocalHandle, ShmHandle
@@ -39,10 +40,10 @@ PEER = Peer(1, 2, "here", {"a": "b"})
 @pytest.mark.parametrize(
     "message",
     [
-        Announce(1, 2**32 - 1, 0, True),
+        Announce((StageStep(1, 2**32 - 1, 0), StageStep(0, 0, 16)), True),
         Attach(PEER, 65535, ShmHandle(1, 2, 3)),
         Attach(PEER, 1, LocalHandle(1, 2**48, 3)),
-        Order(1, 0, (Participant(0, 1, 2, 3), Participant(5, 1, 2, 0))),
+        Orders((Order(1, 0, (Participant(0, 1, 2, 3), Participant(5, 1, 2, 0))), Order(1, 3, ()))),
         Heartbeat(),
     ],
 )
@@ -51,11 +52,10 @@ def test_messages_come_back_equal(message) -> None:
 
 
 def test_flags_default_to_false() -> None:
-    frame = msgspec.msgpack.encode({"type": "Order", "number": 1, "stage": 0, "participants": []})
-    order = decode(frame)
-    assert (order.is_warmup, order.is_graph_capturing, order.is_graph_replaying) == (False, False, False)
-    order = decode(msgspec.msgpack.encode({**msgspec.msgpack.decode(frame), "is_warmup": True}))
-    assert (order.is_warmup, order.is_graph_capturing, order.is_graph_replaying) == (True, False, False)
+    order = {"number": 1, "stage": 0, "participants": []}
+    frame = msgspec.msgpack.encode({"type": "Orders", "orders": [order, {**order, "is_warmup": True}]})
+    kinds = [(o.is_warmup, o.is_graph_capturing, o.is_graph_replaying) for o in decode(frame).orders]
+    assert kinds == [(False, False, False), (True, False, False)]
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,19 @@ def test_flags_default_to_false() -> None:
         b"",
         b"\xc1",
         b"\x80\x04\x95cposix\nsystem\n.",
-        msgspec.msgpack.encode({"type": "Announce", "stage": 0, "lane_step": 1, "rows": 1, "surprise": 2}),
-        msgspec.msgpack.encode({"type": "Announce", "stage": "0", "lane_step": 1, "rows": 1}),
-        msgspec.msgpack.encode({"type": "Announce", "stage": 0, "lane_step": 1}),
-        msgspec.msgpack.encode({"type": "Announce", "stage": 0, "lane_step": 1, "rows": 1.5}),
+        msgspec.msgpack.encode({"type": "Announce", "stages": [], "surprise": 2}),
+        msgspec.msgpack.encode({"type": "Announce", "stage": 0, "lane_step": 1, "rows": 1}),
+        *(
+            msgspec.msgpack.encode({"type": "Announce", "stages": [step]})
+            for step in (
+                {"stage": 0, "lane_step": 1, "rows": 1, "surprise": 2},
+                {"stage": "0", "lane_step": 1, "rows": 1},
+                {"stage": 0, "lane_step": 1},
+                {"stage": 0, "lane_step": 1, "rows": 1.5},
+                [0, 1, 1],
+            )
+        ),
+        msgspec.msgpack.encode({"type": "Order", "number": 1, "stage": 0, "participants": []}),
         msgspec.msgpack.encode({"type": "Nothing"}),
         msgspec.msgpack.encode({"stage": 0}),
         msgspec.msgpack.encode([1, 2]),
@@ -101,34 +110,8 @@ def test_fingerprint_is_flat_text_and_compared_by_field() -> None:
     assert more is not None and "F has (not sent), A has 1" in more.message
 
 
-def test_sequencer_merges_what_is_pending_and_numbers_it() -> None:
-    sequencer = Sequencer(2)
-    assert sequencer.take() is None
-    sequencer.announce(3, 7, Announce(0, 5, 9))
-    sequencer.announce(1, 8, Announce(0, 2, 0))
-    sequencer.announce(1, 8, Announce(1, 0, 4))
-    order = sequencer.take(0)
-    assert order == Order(1, 0, (Participant(1, 8, 2, 0), Participant(3, 7, 5, 9)))
-    assert sequencer.take(0) is None and sequencer.has_pending(1) and not sequencer.has_pending(0)
-    assert sequencer.take() == Order(2, 1, (Participant(1, 8, 0, 4),))
-
-
-def test_sequencer_keeps_kinds_apart_and_forgets_what_was_withdrawn() -> None:
-    sequencer = Sequencer(1)
-    sequencer.announce(0, 1, Announce(0, 0, 1, is_warmup=True))
-    sequencer.announce(1, 2, Announce(0, 0, 1))
-    sequencer.announce(2, 3, Announce(0, 0, 1))
-    first = sequencer.take()
-    assert first is not None and first.is_warmup and len(first.participants) == 1
-    sequencer.withdraw(1, 99)  # another session
-    sequencer.withdraw(2, 3, 0, 0)
-    second = sequencer.take()
-    assert second is not None and [p.attention_rank for p in second.participants] == [1]
-    sequencer.announce(1, 2, Announce(0, 4, 1))
-    sequencer.withdraw(1, 2, 0, 3)  # an older step
-    assert sequencer.has_pending()
-    sequencer.withdraw(1, 2)
-    assert not sequencer.has_pending()
+def _announce(*step: int) -> Announce:
+    return Announce((StageStep(*step),))
 
 
 class Events(list):
@@ -154,9 +137,9 @@ def test_watcher_reports_an_ended_process_at_once_and_a_silent_one_in_time() -> 
     server.start()
     client = Watcher("client", lambda *_: None, lambda *_: None, 3.0)
     client.start()
-    client.send(client.connect("server", endpoint), Announce(0, 1, 2))
+    client.send(client.connect("server", endpoint), _announce(0, 1, 2))
     link, message = got.until(1)[0]
-    assert message == Announce(0, 1, 2)
+    assert message == _announce(0, 1, 2)
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     server.watch(link, sleeper.pid)
     time.sleep(0.1)
@@ -165,7 +148,7 @@ def test_watcher_reports_an_ended_process_at_once_and_a_silent_one_in_time() -> 
     assert lost.until(1)[0] == (link, f"process {sleeper.pid} ended") and time.monotonic() - start < 2
     sleeper.wait()
     silent = client.connect("server again", endpoint)
-    client.send(silent, Announce(0, 2, 2))
+    client.send(silent, _announce(0, 2, 2))
     link = got.until(2)[1][0]
     server.watch(link, os.getpid())
     assert "was silent for" in lost.until(2)[1][1]
@@ -186,9 +169,9 @@ def test_watching_a_peer_again_opens_no_further_file() -> None:
             client.start()
             dialled = client.connect("server", endpoint)
             for count in range(1, 12):
-                client.send(dialled, Announce(0, count, 2))
+                client.send(dialled, _announce(0, count, 2))
                 server.watch(got.until(count)[0][0], sleeper.pid)
-            client.send(dialled, Announce(0, 12, 2))
+            client.send(dialled, _announce(0, 12, 2))
             got.until(12)
             time.sleep(0.1)
             found = [os.readlink(file) for file in glob.glob("/proc/self/fd/*") if os.path.islink(file)]

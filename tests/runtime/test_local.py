@@ -15,7 +15,18 @@ from group import SPEC, checked_step, local_group, oracle, random_layer
 
 from afd_runtime.config import AFDConfig
 from afd_runtime.control_plane.fingerprint import fingerprint, machine_id
-from afd_runtime.control_plane.messages import MAX_MESSAGE_BYTES, Hello, Peer, Refused, decode, encode
+from afd_runtime.control_plane.messages import (
+    MAX_MESSAGE_BYTES,
+    Announce,
+    Hello,
+    Order,
+    Orders,
+    Peer,
+    Refused,
+    StageStep,
+    decode,
+    encode,
+)
 from afd_runtime.errors import AFDConfigError, AFDPeerLost, AFDStepError
 from afd_runtime.remote_experts import AttentionSession
 
@@ -120,8 +131,8 @@ def test_bad_frames_are_dropped_and_the_loop_goes_on() -> None:
         bad: list[bytes] = [
             b"", b"\x80", b"cos\nsystem\n", os.urandom(200), msgspec.msgpack.encode({**good, "surprise": 1}),
             msgspec.msgpack.encode({**good, "peer": {**good["peer"], "rank": "0"}}), b"\x00" * (MAX_MESSAGE_BYTES + 1),
-            msgspec.msgpack.encode({"type": "Announce", "stage": 0, "lane_step": 1, "rows": 1}),  # not attached
-            msgspec.msgpack.encode({"type": "Order", "number": 1, "stage": 0, "participants": []}),
+            encode(Announce((StageStep(0, 1, 1),))),  # not attached
+            encode(Orders((Order(1, 0, ()),))),
             msgspec.msgpack.encode({"type": "Shutdown", "reason": "mischief"}),
             msgspec.msgpack.encode({"type": "None"}),
         ]  # fmt: skip
