@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernel tests: on a GPU where there is one, otherwise in Triton's interpreter."""
 
+import os
+
+# no two streams may share a hardware queue: what a test launches beside a waiting kernel would stand behind it
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 import pytest
 import torch
 import triton
