@@ -69,13 +69,15 @@ class AttentionSession:
         """Announces a step of ``num_rows`` rows (0 … max_rows). Every exchanged layer must follow, in order."""
         self.connector.attention.begin_step(num_rows, stage)
 
-    def begin_steps(self, rows: Mapping[int, int]) -> None:
+    def begin_steps(self, rows: Mapping[int, int], streams: Mapping[int, torch.cuda.Stream] | None = None) -> None:
         """Announces a step in each stage of ``rows`` (rows by stage) at once, or in none of them.
+
+        streams: on a GPU the stream that each stage runs on; None: all on the current one.
 
         For a thread that drives several stages: it may send and wait in all of them in turn, if before it waits for a
         layer's reply it has sent that layer in each lower stage.
         """
-        self.connector.attention.begin_steps(rows)
+        self.connector.attention.begin_steps(rows, streams=streams)
 
     def experts(
         self, layer_idx: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, stage: int = 0

@@ -194,12 +194,16 @@ class AttentionSide(AFDControlPlane):
         """Begins the next step of one stage, as ``begin_steps`` does."""
         self.begin_steps({stage: num_rows}, flags)
 
-    def begin_steps(self, rows: Mapping[int, int], flags: tuple[bool, bool, bool] = (False, False, False)) -> None:
+    def begin_steps(
+        self,
+        rows: Mapping[int, int],
+        flags: tuple[bool, bool, bool] = (False, False, False),
+        streams: Mapping[int, torch.cuda.Stream] | None = None,
+    ) -> None:
         """Begins the next step of each stage in ``rows``: writes the lanes' states and announces all of them at once.
 
-        rows: by stage, each 0 … max_batch_tokens. A refused stage begins none. On a GPU the states are written on the
-        current stream: a stage that runs on another has to wait for it. Raises ``AFDCapacityError``, ``AFDPeerLost``,
-        or ``AFDError`` inside a step.
+        rows: by stage, each 0 … max_batch_tokens. A refused stage begins none. streams: the stream that each stage runs
+        on, where it is not the current one. Raises ``AFDCapacityError``, ``AFDPeerLost``, or ``AFDError`` inside a step.
         """
         if not rows:
             raise AFDError("rows is empty; allowed: the rows of one stage or more; name each stage of the forward")
@@ -210,7 +214,8 @@ class AttentionSide(AFDControlPlane):
             self.lanes[stage].drain()
             self.control.begin_step(stage, self.lanes[stage].step + 1)
         for stage, num_rows in rows.items():
-            self.lanes[stage].begin(self.control.session, num_rows)
+            with torch.cuda.stream((streams or {}).get(stage)):
+                self.lanes[stage].begin(self.control.session, num_rows)
             self.lanes[stage].looked_at = time.monotonic()
         steps = tuple(StageStep(stage, self.lanes[stage].step, num_rows) for stage, num_rows in rows.items())
         self.control.announce(Announce(steps, *flags))
