@@ -61,5 +61,10 @@ AFD_ALLOW_UNTESTED_VLLM: Variable[bool] = Variable(
 AFD_LOG_LEVEL: Variable[str] = Variable(
     "AFD_LOG_LEVEL", _level, "INFO", "Level of the `afd_runtime` logger in the CLI."
 )
+AFD_EVENT_LOG: Variable[str] = Variable(
+    "AFD_EVENT_LOG", str, "", "Directory that each rank appends its protocol events to; unset: nothing is recorded."
+)
 
-VARIABLES: tuple[Variable, ...] = (AFD_TOKEN, AFD_FORBID_REFERENCE, AFD_ALLOW_UNTESTED_VLLM, AFD_LOG_LEVEL)
+VARIABLES: tuple[Variable, ...] = (
+    AFD_TOKEN, AFD_FORBID_REFERENCE, AFD_ALLOW_UNTESTED_VLLM, AFD_LOG_LEVEL, AFD_EVENT_LOG,
+)  # fmt: skip

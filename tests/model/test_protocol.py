@@ -16,7 +16,6 @@ from afd_runtime.protocol import (
     TABLE,
     Event,
     ProtocolViolation,
-    Replay,
     Side,
     Slot,
     State,
@@ -24,6 +23,7 @@ from afd_runtime.protocol import (
     step,
 )
 from afd_runtime.protocol_page import BEGIN, END, markdown
+from afd_runtime.replay import Replay
 
 LANE = (0, 0)
 ROOT = Path(__file__).parents[2]
