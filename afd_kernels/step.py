@@ -34,7 +34,7 @@ _INBOX_FIELDS = tl.constexpr(INBOX_FIELDS)
 
 
 @triton.jit
-def open_bells(bells, mask, member):
+def set_bells(bells, mask, member):
     """Doorbells of members wait for their ring, all others are open. A ring that has come already stays."""
     tl.atomic_and(bells, ~_BELL_OPEN, mask=mask & member, scope="sys")
     tl.atomic_or(bells, _BELL_OPEN, mask=mask & (member == 0), scope="sys")
@@ -44,7 +44,7 @@ def open_bells(bells, mask, member):
 def _begin_kernel(lane_ptr, bells_ptr, word, mode, rows, D, D_PAD: tl.constexpr, HAS_BELLS: tl.constexpr):
     if HAS_BELLS:
         bell = tl.arange(0, D_PAD)
-        open_bells(bells_ptr + bell, bell < D, bell < tl.where(mode == 1, D, 0))
+        set_bells(bells_ptr + bell, bell < D, bell < tl.where(mode == 1, D, 0))
     offs = tl.arange(0, _LANE_FIELDS)
     state = tl.where(offs == _MODE, mode, tl.where(offs == _ROWS, rows, 0)).to(tl.int64)
     tl.store(lane_ptr + offs, tl.where(offs == _WORD, word, state))
@@ -75,7 +75,7 @@ def begin_step(
         )  # fmt: skip
         return
     if bells is not None:
-        _open_bells_ref(bells, torch.full_like(bells, mode == MODE_ONLINE, dtype=torch.bool))
+        _set_bells_ref(bells, torch.full_like(bells, mode == MODE_ONLINE, dtype=torch.bool))
     state = torch.zeros(LANE_FIELDS, dtype=torch.int64)
     state[Lane.WORD], state[Lane.MODE], state[Lane.ROWS] = word, mode, rows
     lane.copy_(state)
@@ -132,7 +132,7 @@ def _enter_kernel(
     tl.store(lane + _MODE, mode, mask=mask)
     if HAS_BELLS:
         tl.store(peer_bells_ptr + offs, tl.load(entry + 2, mask=mask, other=0, volatile=True), mask=mask)
-        open_bells(bells_ptr + offs, mask, mode == 1)
+        set_bells(bells_ptr + offs, mask, mode == 1)
 
 
 def enter_step(
@@ -183,8 +183,8 @@ def enter_step_ref(inbox, slots, reply_slots, lanes, *, peer_bells=None, bells=N
         lanes[:, field] = inbox[:, column]
     if bells is not None:
         peer_bells.copy_(inbox[:, 2])
-        _open_bells_ref(bells, inbox[:, 5] == MODE_ONLINE)
+        _set_bells_ref(bells, inbox[:, 5] == MODE_ONLINE)
 
 
-def _open_bells_ref(bells, member):
+def _set_bells_ref(bells, member):
     bells.copy_(torch.where(member, bells & ~BELL_OPEN, bells | BELL_OPEN))

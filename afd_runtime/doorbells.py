@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from afd_kernels.signal import BELL_OPEN
+from afd_kernels.signal import open_bells
 from afd_runtime.window_cuda import CudaHandle, CudaIpc, CudaMemory, checked, cuda_runtime
 
 BELL_PATIENCE_S = 1.0  # a stream waits so long for a doorbell; then the wait kernel looks at abort flags and the time
@@ -51,13 +51,17 @@ class Doorbells:
         self._stages = [line[:num_bells] for line in lines]
         self._lock = threading.Lock()
         self._stream = self._new_stream()
+        for stage in range(num_stages):  # a first launch waits for every kernel that runs
+            self.open(stage)
+        self._stream.synchronize()
 
-    def _new_stream(self) -> Any:
+    def _new_stream(self) -> torch.cuda.Stream:
         """A stream of the highest priority, which nothing else uses: no waiting stream stands in front of it."""
         runtime = cuda_runtime()
         _, highest = checked(runtime.cudaDeviceGetStreamPriorityRange(), "cudaDeviceGetStreamPriorityRange")
         flags = runtime.cudaStreamNonBlocking
-        return checked(runtime.cudaStreamCreateWithPriority(flags, highest), "cudaStreamCreateWithPriority")
+        stream = checked(runtime.cudaStreamCreateWithPriority(flags, highest), "cudaStreamCreateWithPriority")
+        return torch.cuda.ExternalStream(int(stream), self.device)
 
     def of(self, stage: int) -> torch.Tensor:
         """int32[num_bells], the bells of one stage."""
@@ -73,9 +77,5 @@ class Doorbells:
 
     def open(self, stage: int) -> None:
         """Lets the stream of ``stage`` pass, from any thread: its wait kernel then looks at abort flag and time."""
-        with self._lock:
-            checked(cuda_runtime().cudaSetDevice(self.device.index), "cudaSetDevice")
-            for index in range(self.num_bells):
-                address = self._memory.address + bell_offset(stage, index, self.num_bells)
-                result = self._driver.cuStreamWriteValue32(int(self._stream), address, BELL_OPEN, 0)
-                checked(result, "cuStreamWriteValue32")
+        with self._lock, torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            open_bells(self._stages[stage])

@@ -4,6 +4,7 @@
 Each configuration of ``GOOD`` and ``LONG`` is searched completely and holds; those of ``ENDS`` have no run without an
 end; each of ``BROKEN`` leaves out one part of the protocol (or has a fault of its confirmation), and spin must find a
 trace; each of ``WITNESS`` asks for an end that must be reachable, so that the good ones do not hold by doing nothing.
+``BELL`` and ``BELL_BROKEN`` are the same for the model of one doorbell.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from generate import generate  # noqa: E402
 
+DOORBELL = Path(__file__).resolve().parent / "doorbell.pml"
 LIMIT_MB, LIMIT_S, MAX_DEPTH = 3500, 170, 100_000
 _TWO = "COARSE STAGES=2"
 _ONE_THREAD = f"{_TWO} INTERLEAVED ONE_ORDER"
@@ -48,6 +50,13 @@ BROKEN = {
     "confirm_names_the_served_step": "OLD_CONFIRM GIVE_UP=1",
     "drop_leaves_an_abort_unconfirmed": "DROP_RACE GIVE_UP=1 DROP=1 FAULTS=2",
 }
+BELL = {"doorbell": "", "doorbell_crash": "CRASH=1", "doorbell_long": "EXCHANGES=5 OPENINGS=4 CRASH=1"}
+BELL_BROKEN = {
+    "bell_of_the_word_only": "WORD_ONLY",
+    "bell_opened_by_a_plain_store": "OVERWRITES",
+    "bell_silenced_at_the_start_of_a_step": "ENTER_SILENCES OPENINGS=0",
+    "bell_without_a_watchdog": "NO_WATCHDOG CRASH=1",
+}
 WITNESS = {
     "rejoined": "CRASH_A=1 WITNESS=1",
     "all_left": "CRASH_F=1 WITNESS=2",
@@ -67,14 +76,14 @@ class Result(NamedTuple):
     output: str
 
 
-def search(defines: str, *, optimise: bool = True, cycles: bool = False) -> Result:
+def search(defines: str, *, optimise: bool = True, cycles: bool = False, model: str | None = None) -> Result:
     """Generates, compiles and runs one configuration. Raises ``RuntimeError`` where spin or gcc fail.
 
-    optimise: off compiles faster, for a search that ends early. cycles: searches for a run without an end instead of
-    assertions and end states.
+    model: its text, None: the exchange's. optimise: off compiles faster, for a search that ends early. cycles: searches
+    for a run without an end instead of assertions and end states.
     """
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "exchange.pml").write_text(generate())
+        Path(folder, "exchange.pml").write_text(generate() if model is None else model)
         flags = [f"-D{define}" for define in defines.split()]
         _run(["spin", *flags, "-a", "exchange.pml"], folder)
         kind = ["-DNP", "-DNOREDUCE"] if cycles else ["-DSAFETY"]
@@ -104,15 +113,17 @@ def _run(command: list[str], folder: str) -> str:
 
 def main(names: list[str]) -> int:
     """Searches the named configurations (none: all) and prints one line each."""
-    everything = {**GOOD, **ENDS, **LONG, **BROKEN, **WITNESS}
+    bell = {**BELL, **BELL_BROKEN}
+    everything = {**GOOD, **ENDS, **LONG, **BROKEN, **WITNESS, **bell}
     unknown = [name for name in names if name not in everything]
     if unknown:
         print(f"no configuration {', '.join(unknown)}; there are: {', '.join(everything)}", file=sys.stderr)
         return 2
     failed = 0
     for name in names or everything:
-        holds = name in GOOD or name in LONG or name in ENDS
-        result = search(everything[name], optimise=holds, cycles=name in ENDS)
+        holds = name in GOOD or name in LONG or name in ENDS or name in BELL
+        model = DOORBELL.read_text() if name in bell else None
+        result = search(everything[name], optimise=holds, cycles=name in ENDS, model=model)
         good = result.complete and not result.error if holds else bool(result.error)
         said = "every state holds" if holds and good else result.error.split(" (at")[0][:60] or "no violation"
         failed += not good

@@ -21,7 +21,7 @@ from afd_kernels import (
 )
 from afd_kernels.dispatch import dispatch_ref
 from afd_kernels.reply import reply_ref
-from afd_kernels.signal import BELL_OPEN, wait_ref
+from afd_kernels.signal import BELL_OPEN, open_bells, wait_ref
 
 KINDS = pytest.mark.parametrize("kind", ["kernel", "host"])
 SESSION, STEP, EXCHANGE = 40000, 0x12345678, 3
@@ -63,7 +63,7 @@ class Lanes:
 
 @KINDS
 @pytest.mark.parametrize("per_lane", [True, False])
-@pytest.mark.parametrize("ring", [ring_of(WORD), ring_of(WORD) | BELL_OPEN, BELL_OPEN])
+@pytest.mark.parametrize("ring", [ring_of(WORD), ring_of(WORD) | BELL_OPEN])
 def test_word_and_ring_pass_and_the_bell_is_silent(kind, per_lane, ring, launches):
     lanes = Lanes(kind, 5, per_lane)
     lanes.bells.fill_(ring)
@@ -72,7 +72,9 @@ def test_word_and_ring_pass_and_the_bell_is_silent(kind, per_lane, ring, launche
 
 
 @KINDS
-@pytest.mark.parametrize("bell", [0, ring_of(WORD) - 4, ring_of(signal_word(SESSION, STEP, EXCHANGE - 1)) | BELL_OPEN])
+@pytest.mark.parametrize(
+    "bell", [0, BELL_OPEN, ring_of(WORD) - 4, ring_of(signal_word(SESSION, STEP, EXCHANGE - 1)) | BELL_OPEN]
+)
 def test_a_word_without_its_ring_does_not_pass(kind, bell, launches):
     """The ring of the exchange before is not this one's: it would be there too early in every exchange to come."""
     lanes = Lanes(kind, 3, per_lane=True)
@@ -164,3 +166,12 @@ def test_reply_rings_the_lanes_it_answers_and_counts_its_time(kind, launches):
     if kind == "host":
         computed, replied, end = clock[1:].tolist()
         assert computed >= 0 and replied > 0 and end == start + computed + replied
+
+
+@KINDS
+def test_opening_keeps_a_ring(kind, launches):
+    bells = torch.tensor(
+        [0, ring_of(WORD), BELL_OPEN, 0], dtype=torch.int32, device=DEVICE if kind == "kernel" else "cpu"
+    )
+    open_bells(bells[:3])
+    assert bells.tolist() == [BELL_OPEN, ring_of(WORD) | BELL_OPEN, BELL_OPEN, 0]

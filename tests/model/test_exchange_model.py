@@ -52,6 +52,15 @@ def test_a_trace_is_found_without_one_part_of_the_protocol(name: str) -> None:
 
 
 @needs_spin
+@pytest.mark.parametrize("name", [*check.BELL, *check.BELL_BROKEN])
+def test_no_ring_of_a_doorbell_is_lost(name: str) -> None:
+    holds = name in check.BELL
+    result = check.search({**check.BELL, **check.BELL_BROKEN}[name], optimise=False, model=check.DOORBELL.read_text())
+    assert bool(result.error) is not holds, result.output[-3000:]
+    assert result.states > 1000 or not holds
+
+
+@needs_spin
 @pytest.mark.parametrize("name", check.WITNESS)
 def test_the_end_that_a_fault_should_lead_to_is_reached(name: str) -> None:
     assert "assertion violated" in check.search(check.WITNESS[name], optimise=False).error
