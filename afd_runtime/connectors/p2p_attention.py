@@ -30,7 +30,9 @@ from afd_runtime.errors import (
     AFDProtocolError,
     AFDTimeoutError,
 )
+from afd_runtime.event_log import EventLog
 from afd_runtime.metadata import AFDControlPayload
+from afd_runtime.protocol import Event
 from afd_runtime.window import WindowLayout, create_fabric, placement_of
 
 if TYPE_CHECKING:
@@ -82,12 +84,13 @@ class AttentionSide(AFDControlPlane):
         self._fingerprint = fingerprint(config, spec, dtype, fingerprint_extra, device)
         self._detached: tuple[str, str] | None = None
         self._attaching = threading.Lock()
+        self._log = EventLog.of(f"A{attention_rank}", words=device.type == "cpu")
         self.control = self._new_control()
 
     def _new_control(self) -> AttentionControlPlane:
         return AttentionControlPlane(
             self.config, self.attention_rank, self.placement, self.layout, self._fabric, self._fingerprint,
-            [lane.abort for lane in self.lanes], self.doorbells, self._watch_steps,
+            [lane.abort for lane in self.lanes], self.doorbells, self._watch_steps, self._log,
         )  # fmt: skip
 
     def connect(self) -> None:
@@ -203,7 +206,8 @@ class AttentionSide(AFDControlPlane):
         """Begins the next step of each stage in ``rows``: writes the lanes' states and announces all of them at once.
 
         rows: by stage, each 0 … max_batch_tokens. A refused stage begins none. streams: the stream that each stage runs
-        on, where it is not the current one. Raises ``AFDCapacityError``, ``AFDPeerLost``, or ``AFDError`` inside a step.
+        on, where it is not the current one.
+        Raises ``AFDCapacityError``, ``AFDPeerLost``, or ``AFDError`` inside a step.
         """
         if not rows:
             raise AFDError("rows is empty; allowed: the rows of one stage or more; name each stage of the forward")
@@ -217,6 +221,8 @@ class AttentionSide(AFDControlPlane):
             with torch.cuda.stream((streams or {}).get(stage)):
                 self.lanes[stage].begin(self.control.session, num_rows)
             self.lanes[stage].looked_at = time.monotonic()
+        for stage in rows:
+            self._note(Event.ANNOUNCE, self.lanes[stage])
         steps = tuple(StageStep(stage, self.lanes[stage].step, num_rows) for stage, num_rows in rows.items())
         self.control.announce(Announce(steps, *flags))
 
@@ -249,7 +255,14 @@ class AttentionSide(AFDControlPlane):
             raise AFDError(
                 f"step {lane.step} of stage {stage} ended after {done} of {layers} exchanged layers; run all of them"
             )
+        self._note(Event.END_STEP, lane, done - 1)
         self._leave(lane)
+
+    def _note(self, event: Event, lane: Lane, exchange: int | None = None) -> None:
+        """Logs an event of a lane's step, of the exchange that it is in unless given."""
+        if self._log is not None and lane.rows is not None:
+            place, index = (self.attention_rank, lane.stage), lane.layer_index if exchange is None else exchange
+            self._log.note(event, place, lane.step, index, session=self.control.session)
 
     def _leave(self, lane: Lane) -> None:
         for layer in self.spec.expert_layers[: lane.layer_index]:
@@ -323,6 +336,7 @@ class AttentionSide(AFDControlPlane):
                     f"hidden {hidden.dtype}{list(hidden.shape)} at an address of another alignment than before is used "
                     "for the first time inside a graph capture; run the layer once with it before the capture"
                 )
+        self._note(Event.PUBLISH_REQUEST, lane)
         lane.row_map = lane.dispatch(hidden, ids, weights, self.expert_bucket, layer_idx, self._index[layer_idx])
 
     def _check_exchange(self, lane: Lane, hidden: torch.Tensor, layer_idx: int, stage: int) -> None:
@@ -371,10 +385,13 @@ class AttentionSide(AFDControlPlane):
         if self.device.type == "cpu":
             self.stats[layer_idx].wait_s += time.perf_counter() - start
             self._check_status(lane, stage)
+        self._note(Event.SEE_REPLY, lane)
         out = torch.empty_like(ref_tensor, memory_format=torch.contiguous_format)
         row_map, lane.row_map = lane.row_map, None
         lane.combine(row_map, out)
         lane.layer_index += 0 if lane.offline else 1
+        if lane.layer_index < len(self.spec.expert_layers):
+            self._note(Event.NEXT_EXCHANGE, lane)
         return out
 
     def _check_status(self, lane: Lane, stage: int) -> None:

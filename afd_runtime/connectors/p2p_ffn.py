@@ -25,6 +25,7 @@ from afd_runtime.control_plane.lanes import AttachedRank, Member
 from afd_runtime.control_plane.messages import LayerTotals, Order
 from afd_runtime.doorbells import BELL_PATIENCE_S, Doorbells, bell_offset
 from afd_runtime.errors import AFDError, AFDStuckError
+from afd_runtime.event_log import EventLog
 from afd_runtime.metadata import (
     AFDA2FTransferPayload,
     AFDControlPayload,
@@ -32,6 +33,7 @@ from afd_runtime.metadata import (
     AFDTransferContext,
     AFDTransferMetadata,
 )
+from afd_runtime.protocol import Event
 from afd_runtime.window import WindowLayout, create_fabric, placement_of
 
 if TYPE_CHECKING:
@@ -99,10 +101,11 @@ class FFNSide(AFDControlPlane):
         self._steps: list[Step | None] = [None] * config.num_stages
         self._orders: list[Order | None] = [None] * config.num_stages
         self._schedules: list[ExpertSchedule | None] = [None] * config.num_stages
+        self._log = EventLog.of(f"F{ffn_rank}", words=device.type == "cpu")
         self.control = FFNControlPlane(
             config, ffn_rank, self.placement, self.layout, create_fabric(config, device),
             fingerprint(config, spec, dtype, fingerprint_extra, device), self.layer_totals, self.doorbells,
-            self._watch_steps,
+            self._watch_steps, self._log,
         )  # fmt: skip
 
     def layer_totals(self) -> dict[int, LayerTotals]:
@@ -189,6 +192,7 @@ class FFNSide(AFDControlPlane):
     def leave(self, stage: int) -> None:
         """Ends the stage's step, whether or not all its layers were served."""
         if self._steps[stage] is not None:
+            self._note(Event.END_STEP, stage, -1)
             self._steps[stage] = None
             self.steps_served += 1
             self.control.leave_step(stage)
@@ -241,6 +245,7 @@ class FFNSide(AFDControlPlane):
         step = self._step(ubatch_idx)
         start = time.perf_counter()
         self._await_requests(ubatch_idx, layer_idx)
+        self._note(Event.SEE_REQUEST, ubatch_idx)
         tables = self.tables[ubatch_idx]
         schedule = self._arrival(ubatch_idx, layer_idx)
         self.settle(ubatch_idx, layer_idx)
@@ -262,6 +267,7 @@ class FFNSide(AFDControlPlane):
             raise AFDError(f"context is of a step that stage {stage} has left; answer before the next step is received")
         computed = time.perf_counter()
         tables = self.tables[stage]
+        self._note(Event.PUBLISH_REPLY, stage)
         afd_kernels.reply(out, schedule, tables.reply_slots, tables.lanes, self.layout.reply, bells=tables.peer_bells)
         totals = self.totals[layer]
         totals.experts_s += computed - step.received_at
@@ -269,6 +275,16 @@ class FFNSide(AFDControlPlane):
         step.layers_left -= 1
         if step.layers_left == 0:
             self.leave(stage)
+        else:
+            self._note(Event.NEXT_EXCHANGE, stage)
+
+    def _note(self, event: Event, stage: int, after: int = 0) -> None:
+        """Logs an event of every lane in the stage's step. after: exchanges from the one that comes next."""
+        if self._log is not None and (step := self._steps[stage]) is not None:
+            exchange = max(0, len(self.spec.expert_layers) - step.layers_left + after)
+            for _, participant in step.members.values():
+                place = (participant.attention_rank, stage)
+                self._log.note(event, place, participant.lane_step, exchange, session=participant.session)
 
     def _step(self, stage: int) -> Step:
         step = self._steps[stage]

@@ -37,6 +37,8 @@ from afd_runtime.control_plane.messages import (
 from afd_runtime.control_plane.transport import QUIET_S, Link, Watcher, endpoint_of
 from afd_runtime.doorbells import Doorbells, bell_bytes
 from afd_runtime.errors import AFDAttachError, AFDError, AFDPeerLost, AFDProtocolError, AFDRefusedError, AFDStepAborted
+from afd_runtime.event_log import EventLog
+from afd_runtime.protocol import Event
 from afd_runtime.topology import ExpertPlacement
 from afd_runtime.window import Fabric, Window, WindowLayout
 
@@ -77,9 +79,11 @@ class AttentionControlPlane:
         aborts: list[AbortCell],
         doorbells: Doorbells | None = None,
         on_beat: Callable[[], None] | None = None,
+        log: EventLog | None = None,
     ) -> None:
         self.config, self.attention_rank, self.placement = config, attention_rank, placement
         self.layout, self.fabric, self.aborts, self.doorbells = layout, fabric, aborts, doorbells
+        self._log = log
         self.name = f"attention rank {attention_rank}"
         self.session = 0
         self.peers: list[AttachedPeer] = []
@@ -117,6 +121,7 @@ class AttentionControlPlane:
             for ffn_rank in self._peer_ranks:
                 link = root if ffn_rank == 0 else self._dial(ffn_rank, welcome.endpoints[ffn_rank])
                 self.peers.append(self._attach(ffn_rank, link, deadline))
+                self._note_attach(ffn_rank)
         except BaseException:
             self.close()
             raise
@@ -205,6 +210,7 @@ class AttentionControlPlane:
         """Tells every living peer that this lane gives its step up."""
         with self._changed:
             for peer in self.peers:
+                self._note_abort(peer, stage, lane_step)
                 if peer.link not in self._lost:
                     self._unconfirmed[stage].add(peer.link)
                     self._watcher.send(peer.link, Abort(stage, lane_step, reason[:4096], layer))
@@ -266,6 +272,7 @@ class AttentionControlPlane:
                     waiting.remove(sender)
         self._watcher.stop()
         for peer in self.peers:
+            self._note_detach(peer)
             peer.close()
         self.fabric.collect()
 
@@ -290,6 +297,7 @@ class AttentionControlPlane:
             if message.lane_step != self._current[message.stage]:
                 return
             if isinstance(message, Aborted):
+                self._note_confirm(link, message)
                 self._unconfirmed[message.stage].discard(link)
             else:
                 self._aborted[message.stage] = (link, message)
@@ -311,3 +319,36 @@ class AttentionControlPlane:
                 unconfirmed.discard(link)
             self._changed.notify_all()
         self._inbox.put((link, reason))
+
+    # -- event log -------------------------------------------------------------------------------------------------
+
+    def _note_attach(self, ffn_rank: int) -> None:
+        if self._log is not None:
+            self._log.note_stages(
+                Event.ATTACH, self.attention_rank, [0] * len(self._current), session=self.session, peer=ffn_rank
+            )
+
+    def _note_abort(self, peer: AttachedPeer, stage: int, lane_step: int) -> None:
+        """What the end of a step means for one peer: it was lost, or it has to confirm."""
+        if self._log is not None and not self._closed:
+            lane, where = (self.attention_rank, stage), {"session": self.session, "peer": peer.ffn_rank}
+            if peer.link in self._lost:
+                self._log.note_loss(lane, lane_step, **where)
+            else:
+                self._log.note(Event.ABORT, lane, lane_step, 0, **where)
+
+    def _note_confirm(self, link: Link, message: Aborted) -> None:
+        if self._log is not None and link in self._unconfirmed[message.stage]:
+            ffn_rank = next(peer.ffn_rank for peer in self.peers if peer.link is link)
+            lane = (self.attention_rank, message.stage)
+            self._log.note(Event.CONFIRM, lane, message.lane_step, 0, session=self.session, peer=ffn_rank)
+
+    def _note_detach(self, peer: AttachedPeer) -> None:
+        if self._log is not None:
+            for stage, lane_step in enumerate(self._current):
+                if peer.link in self._lost:
+                    lane = (self.attention_rank, stage)
+                    self._log.note_loss(lane, lane_step, session=self.session, peer=peer.ffn_rank)
+            self._log.note_stages(
+                Event.DETACH, self.attention_rank, self._current, session=self.session, peer=peer.ffn_rank
+            )

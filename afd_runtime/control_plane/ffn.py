@@ -50,6 +50,8 @@ from afd_runtime.errors import (
     AFDShutdownError,
     AFDStuckError,
 )
+from afd_runtime.event_log import EventLog
+from afd_runtime.protocol import Event
 from afd_runtime.topology import ExpertPlacement
 from afd_runtime.window import Fabric, Window, WindowLayout
 
@@ -70,6 +72,7 @@ class FFNControlPlane:
         totals: Callable[[], dict[int, LayerTotals]],
         doorbells: Doorbells | None = None,
         on_beat: Callable[[], None] | None = None,
+        log: EventLog | None = None,
     ) -> None:
         placement.local_experts(ffn_rank)  # checks the rank
         self.config, self.ffn_rank, self.placement = config, ffn_rank, placement
@@ -85,7 +88,8 @@ class FFNControlPlane:
         self._root: Link | None = None
         self._registered: Registered | Refused | None = None
         self._watcher = Watcher(self.name, self._on_message, self._on_lost, config.liveness_timeout_s, on_beat)
-        self.lanes = LaneTable(self.name, self._watcher.send)
+        self._log = log
+        self.lanes = LaneTable(self.name, self._watcher.send, log)
         self._rendezvous = Rendezvous(config, fingerprint, self._token, self._watcher) if ffn_rank == 0 else None
         self._handlers: dict[type, Callable] = {
             Register: self._on_newcomer, Registered: self._on_registered, Refused: self._on_registered,
@@ -220,6 +224,7 @@ class FFNControlPlane:
                 self._watcher.send(link, Shutdown(reason))
         self._watcher.stop()
         for lane in self.lanes.ranks.values():
+            self._note(Event.DETACH, lane)
             lane.close()
         self.lanes.ranks.clear()
         if not isinstance(self._stopping, AFDStuckError):  # freeing would wait for the kernel that does not end
@@ -301,6 +306,7 @@ class FFNControlPlane:
         none = [-1] * self.config.num_stages
         lane = AttachedRank(peer.rank, message.session, link, request, reply, none, list(none), bells=bells)
         self.lanes.ranks[peer.rank] = lane
+        self._note(Event.ATTACH, lane)
         self._watcher.watch(link, peer.pid)
         own_bells = None if self.doorbells is None else self.doorbells.handle
         self._watcher.send(link, Attached(self.ffn_rank, os.getpid(), request.handle, own_bells))
@@ -309,6 +315,10 @@ class FFNControlPlane:
             self.name, peer.rank, message.session, peer.pid, self.layout.request_nbytes, self.layout.reply_nbytes,
         )  # fmt: skip
         return None
+
+    def _note(self, event: Event, lane: AttachedRank) -> None:
+        if self._log is not None:
+            self._log.note_stages(event, lane.attention_rank, lane.announced, session=lane.session)
 
     def _open_bells(self, message: Attach) -> Window | None:
         if self.doorbells is None or message.bells is None:

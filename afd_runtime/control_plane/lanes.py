@@ -14,6 +14,8 @@ from afd_runtime.control_plane.cells import AbortCell
 from afd_runtime.control_plane.messages import Abort, Aborted, Message, Order, Participant
 from afd_runtime.control_plane.transport import Link
 from afd_runtime.errors import AFDProtocolError
+from afd_runtime.event_log import EventLog
+from afd_runtime.protocol import Event
 from afd_runtime.window import Window
 
 logger = logging.getLogger("afd_runtime.ffn")
@@ -72,10 +74,10 @@ class ActiveStep:
 
 
 class LaneTable:
-    """Attached ranks and active steps. ``send`` takes (link, message)."""
+    """Attached ranks and active steps. ``send`` takes (link, message). log: of the FFN rank, or None."""
 
-    def __init__(self, name: str, send: Callable[[Link, Message], None]) -> None:
-        self.name, self._send = name, send
+    def __init__(self, name: str, send: Callable[[Link, Message], None], log: EventLog | None = None) -> None:
+        self.name, self._send, self._log = name, send, log
         self.ranks: dict[int, AttachedRank] = {}
         self._active: dict[int, ActiveStep] = {}
 
@@ -96,6 +98,7 @@ class LaneTable:
             lane = self.ranks.get(participant.attention_rank)
             if lane and lane.session == participant.session and lane.in_step(order.stage, participant.lane_step):
                 step.members[participant.attention_rank] = (lane, participant)
+                self._note(Event.ANNOUNCE, lane, order.stage, participant.lane_step)
         abort.clear()
         if step.members:
             self._active[order.stage] = step
@@ -119,6 +122,7 @@ class LaneTable:
             return
         lane, participant = step.members.pop(attention_rank)
         lane.given_up[stage] = max(lane.given_up[stage], participant.lane_step)
+        self._note(Event.ABORT, lane, stage, participant.lane_step)
         self._send(lane.link, Abort(stage, participant.lane_step, reason, layer))
 
     def leave(self, stage: int) -> None:
@@ -133,12 +137,14 @@ class LaneTable:
 
     def give_up(self, lane: AttachedRank, message: Abort) -> None:
         """The rank gave a step up: confirmed now, or by the loop once it has let go of the slots."""
+        dropped = lane.given_up[message.stage] >= message.lane_step
         lane.given_up[message.stage] = max(lane.given_up[message.stage], message.lane_step)
         step = self._active.get(message.stage)
         member = step.members.get(lane.attention_rank) if step else None
         if step is not None and member is not None and member[0] is lane and step.has_left(lane.attention_rank):
             step.end_wait(lane.attention_rank)
         else:
+            self._note_given_up(lane, message.stage, message.lane_step, known=dropped)
             self._send(lane.link, Aborted(message.stage, message.lane_step))
 
     def forget(self, lane: AttachedRank, reason: str) -> None:
@@ -148,18 +154,36 @@ class LaneTable:
         for step in self._active.values():
             if any(member is lane for member, _ in step.members.values()):
                 step.end_wait(lane.attention_rank)
+        for stage in set(range(len(lane.given_up))) - self._stages_of(lane):
+            self._note(Event.LOSE, lane, stage, lane.announced[stage])
         self._free(lane)
         logger.info("%s: attention rank %d left: %s", self.name, lane.attention_rank, reason)
 
     def _remove(self, step: ActiveStep, attention_rank: int) -> str:
         lane, _ = step.members.pop(attention_rank)
         if lane.lost is None:
+            self._note_given_up(lane, step.order.stage, lane.given_up[step.order.stage])
             # the newest step it gave up: it may have given up the next one too before the loop let go of this one
             self._send(lane.link, Aborted(step.order.stage, lane.given_up[step.order.stage]))
             return "gave the step up"
+        self._note(Event.LOSE, lane, step.order.stage, lane.announced[step.order.stage])
         self._free(lane)
         return lane.lost
 
     def _free(self, lane: AttachedRank) -> None:
-        if not any(member is lane for step in self._active.values() for member, _ in step.members.values()):
+        if not self._stages_of(lane):
             lane.close()
+
+    def _stages_of(self, lane: AttachedRank) -> set[int]:
+        """The stages whose active step the rank is in."""
+        return {
+            stage for stage, step in self._active.items() if any(member is lane for member, _ in step.members.values())
+        }
+
+    def _note(self, event: Event, lane: AttachedRank, stage: int, lane_step: int, exchange: int = 0) -> None:
+        if self._log is not None:
+            self._log.note(event, (lane.attention_rank, stage), max(0, lane_step), exchange, session=lane.session)
+
+    def _note_given_up(self, lane: AttachedRank, stage: int, lane_step: int, known: bool = False) -> None:
+        if self._log is not None:
+            self._log.note_given_up((lane.attention_rank, stage), lane_step, session=lane.session, known=known)
