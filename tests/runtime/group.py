@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -140,6 +141,7 @@ def ffn_main(pipe: Any, options: dict, rank: int, spec: Spec, extra: dict, bank_
     """An FFN process: serves until it is told to end, then reports what it served."""
     torch.set_num_threads(1)
     logging.basicConfig(level="WARNING")
+    os.environ.update(options.pop("env", {}))
     device = options.pop("device", "cpu")
     config = AFDConfig(role="ffn", **options)
     bank = Bank(spec, placement_of(config, spec).local_experts(rank), device=device, **bank_options)
@@ -162,6 +164,7 @@ def attention_main(pipe: Any, options: dict, rank: int, spec: Spec, extra: dict)
     """An attention process: runs the commands that the test sends."""
     torch.set_num_threads(1)
     logging.basicConfig(level="WARNING")
+    os.environ.update(options.pop("env", {}))
     session: AttentionSession | None = None
 
     device = options.pop("device", "cpu")
@@ -184,6 +187,8 @@ def attention_main(pipe: Any, options: dict, rank: int, spec: Spec, extra: dict)
             _answer(pipe, lambda args=args, kwargs=kwargs: checked_step(session, *args, **kwargs))
         elif name == "steps":
             _answer(pipe, lambda args=args, kwargs=kwargs: [checked_step(session, r, i) for i, r in enumerate(*args)])
+        elif name == "run":
+            _answer(pipe, lambda args=args, kwargs=kwargs: args[0](session, *args[1:], **kwargs))
         elif name == "stats":
             _answer(pipe, lambda: session.stats)
         else:
