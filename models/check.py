@@ -36,6 +36,7 @@ LONG = {  # the same properties in larger configurations
     "long_three_layers": "LAYERS=3 CRASH_A=1 CRASH_F=1 GIVE_UP=1 DROP=1",
     "long_two_stages_crash": f"{_ONE_THREAD} STEPS=1 CRASH_A=1 REJOIN=0",
     "long_two_stages_rejoin": f"{_ONE_THREAD} STEPS=1 LAYERS=1 CRASH_A=1",
+    "long_two_stages_give_up": f"{_ONE_THREAD} STEPS=1 GIVE_UP=1",
 }
 ENDS = {"every_run_ends": GOOD["any_fault"]}  # searched for cycles: no run goes on for ever
 BROKEN = {

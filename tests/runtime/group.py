@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -307,8 +307,14 @@ def new_group(attention: int = 1, ffn: int = 1, placement: str = "sharded", **op
 
 
 @contextlib.contextmanager
-def local_group(attention: int = 1, ffn: int = 1, placement: str = "sharded", **options: Any) -> Iterator[Any]:
-    """Both roles as threads of this process: yields (servers, connect), where connect(rank) attaches a session."""
+def local_group(
+    attention: int = 1, ffn: int = 1, placement: str = "sharded", *,
+    loop: Callable[[FFNServer], None] = FFNServer.serve_forever, **options: Any,
+) -> Iterator[Any]:  # fmt: skip
+    """Both roles as threads of this process: yields (servers, connect), where connect(rank) attaches a session.
+
+    loop: what the thread of a server does.
+    """
     spec, device = options.pop("spec", SPEC), options.pop("device", "cpu")
     base = {"num_attention_ranks": attention, "num_ffn_ranks": ffn, "placement": placement, "fabric": "local",
             "max_batch_tokens": 16, "attach_timeout_s": 10.0, "reply_timeout_s": 10.0, "port": 0,
@@ -329,7 +335,7 @@ def local_group(attention: int = 1, ffn: int = 1, placement: str = "sharded", **
             servers.append(FFNServer(config, rank, spec, bank, device=device, fingerprint_extra={}))
             servers[-1].start()
             base["port"] = servers[0].port
-            threads.append(threading.Thread(target=servers[-1].serve_forever, daemon=True))
+            threads.append(threading.Thread(target=loop, args=(servers[-1],), daemon=True))
             threads[-1].start()
         yield servers, connect
     finally:
