@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import triton
+import triton.language as tl
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
@@ -46,6 +47,12 @@ def reference(function: Callable) -> Callable:
         return function(*args, **kwargs)
 
     return wrapper
+
+
+@triton.jit
+def slot_pointer(address):
+    """Bytes of the slot at an int64 address. Slots are 16-byte aligned; rows move 16 bytes at once as it says so."""
+    return tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
 
 
 def register(name: str, implementation: Callable, mutates: Sequence[str]) -> Callable:

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from afd_kernels._op import check, check_tensor, element_of, is_tracing, reference, register, runs_kernel
+from afd_kernels._op import check, check_tensor, element_of, is_tracing, reference, register, runs_kernel, slot_pointer
 from afd_kernels.message import HEADER_BYTES, MODE_ONLINE, Lane, ReplyLayout, tensor_at
 from afd_kernels.signal import _EXCHANGE, _MODE, check_lanes
 
@@ -26,7 +26,8 @@ def _combine_kernel(
     acc = tl.zeros((BLOCK_H,), tl.float32)
     for d in tl.static_range(D):
         row = tl.load(row_map_ptr + d * num_tokens + token, mask=token < num_tokens, other=-1).to(tl.int64)
-        rows = (tl.load(slots_ptr + d) + _HEADER_BYTES).to(tl.pointer_type(reply_ptr.dtype.element_ty))
+        rows = slot_pointer(tl.load(slots_ptr + d)) + _HEADER_BYTES
+        rows = rows.to(tl.pointer_type(reply_ptr.dtype.element_ty))
         limit = tl.where((row >= 0) & online, H, 0)
         acc += tl.load(rows + row * H + cols, mask=cols < limit, other=0.0).to(tl.float32)
     tl.store(
@@ -49,7 +50,8 @@ def combine(
 ) -> torch.Tensor:
     """Adds up what the peers computed for each token. The words have been waited for.
 
-    reply_slots: int64[D], addresses of the reply slots in this device's memory. row_map: int32[D, M] from ``dispatch``.
+    reply_slots: int64[D], addresses of the reply slots in this device's memory, multiples of 16. row_map: int32[D, M]
+    from ``dispatch``.
     lane: int64[8], EXCHANGE advanced; offline writes zeros. out: [M, H], every row written (zeros for a token that no
     peer computed). dtype: of a new ``out`` (default: that of the replies). Returns out.
     """

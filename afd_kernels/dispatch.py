@@ -13,7 +13,17 @@ import torch
 import triton
 import triton.language as tl
 
-from afd_kernels._op import Carver, check, check_tensor, is_tracing, reference, register, runs_kernel, workspace_for
+from afd_kernels._op import (
+    Carver,
+    check,
+    check_tensor,
+    is_tracing,
+    reference,
+    register,
+    runs_kernel,
+    slot_pointer,
+    workspace_for,
+)
 from afd_kernels.message import (
     MAGIC,
     MODE_ONLINE,
@@ -56,7 +66,7 @@ def _pack_kernel(
         for d in range(D):
             row = tl.load(row_map_ptr + d * num_tokens + token)
             if row >= 0:
-                slot = tl.load(slots_ptr + d) + rows_at
+                slot = slot_pointer(tl.load(slots_ptr + d)) + rows_at
                 out = slot.to(tl.pointer_type(x_ptr.dtype.element_ty)) + row.to(tl.int64) * H
                 tl.store(out + cols, x, mask=cols < H)
     if arrive_last(counter_ptr, tl.num_programs(0)):
@@ -87,8 +97,8 @@ def dispatch(
 
     x: [M, H] of ``layout.dtype``, last dimension contiguous. topk_ids: int32[M, k], -1 is an expert that is nowhere.
     topk_weights: float32[M, k]. expert_bucket: int32[E], ``peer * layout.num_experts + local expert`` (-1: nowhere).
-    slots: int64[D], addresses of the peers' request slots, written. lane: int64[8]; offline sends and publishes
-    nothing; rows past ``lane[ROWS]`` are not sent. layer: written into the header.
+    slots: int64[D], addresses of the peers' request slots, multiples of 16, written. lane: int64[8]; offline sends and
+    publishes nothing; rows past ``lane[ROWS]`` are not sent. layer: written into the header.
     row_map: int32[D, M], written: row of each token in each peer's message, -1 where it was not sent; ``combine``
     needs it. sent: int64[D], the rows sent to each peer are added to it. bells: int64[D], addresses of the peers'
     doorbells (0: none), rung after the words (see ``wait``).

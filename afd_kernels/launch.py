@@ -93,8 +93,9 @@ def _limits(device: torch.device) -> tuple[str, int, int]:
     return _device_limits(device.index if device.index is not None else torch.cuda.current_device())
 
 
-def num_programs(device: torch.device, tiles: int) -> int:
-    return max(1, min(tiles, 2 * _limits(device)[2]))
+def num_programs(device: torch.device, tiles: int, per_sm: int = 2) -> int:
+    """Programs of a persistent kernel: one a tile, at most ``per_sm`` for each SM."""
+    return max(1, min(tiles, per_sm * _limits(device)[2]))
 
 
 def pick_experts(

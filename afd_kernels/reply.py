@@ -12,8 +12,19 @@ import torch
 import triton
 import triton.language as tl
 
-from afd_kernels._op import check, check_tensor, element_of, is_tracing, reference, register, runs_kernel, workspace_for
+from afd_kernels._op import (
+    check,
+    check_tensor,
+    element_of,
+    is_tracing,
+    reference,
+    register,
+    runs_kernel,
+    slot_pointer,
+    workspace_for,
+)
 from afd_kernels.arrival import ExpertSchedule
+from afd_kernels.launch import num_programs
 from afd_kernels.message import HEADER_BYTES, MODE_ONLINE, Lane, ReplyLayout, tensor_at
 from afd_kernels.signal import (
     _EXCHANGE,
@@ -58,16 +69,22 @@ def _reply_kernel(
             tl.store(clock_ptr + 1, tl.load(clock_ptr + 1) + start - tl.load(clock_ptr + 3))
             tl.store(clock_ptr + 3, start)
     offs_a, offs_h = tl.arange(0, A_PAD), tl.arange(0, BLOCK_H)
-    ends = tl.load(lane_base_ptr + 1 + offs_a, mask=offs_a < A, other=2147483647)
+    mask_a = offs_a < A
+    starts = tl.load(lane_base_ptr + offs_a, mask=mask_a, other=0)
+    ends = tl.load(lane_base_ptr + 1 + offs_a, mask=mask_a, other=2147483647)
+    weight_addresses = tl.load(weight_address_ptr + offs_a, mask=mask_a, other=0)
+    slots = tl.load(slots_ptr + offs_a, mask=mask_a, other=0)
     chunks = tl.cdiv(H, BLOCK_H)
     for work in range(tl.program_id(0), tl.load(lane_base_ptr + A) * chunks, tl.num_programs(0)):
         row = work // chunks
         cols = (work % chunks) * BLOCK_H + offs_h
-        lane = tl.sum((row >= ends).to(tl.int32), axis=0)
-        local = (row - tl.load(lane_base_ptr + lane)).to(tl.int64)
-        weights = tl.load(weight_address_ptr + lane).to(tl.pointer_type(tl.float32)) + local * TOP_K
+        mine = offs_a == tl.sum((row >= ends).to(tl.int32), axis=0)
+        local = (row - tl.sum(tl.where(mine, starts, 0), axis=0)).to(tl.int64)
+        weights = tl.sum(tl.where(mine, weight_addresses, 0), axis=0)
+        weights = weights.to(tl.pointer_type(tl.float32)) + local * TOP_K
         acc = weighted_row(y_ptr, weights, row.to(tl.int64), cols, H, TOP_K)
-        out = (tl.load(slots_ptr + lane) + _HEADER_BYTES).to(tl.pointer_type(out_ptr.dtype.element_ty))
+        slot = slot_pointer(tl.sum(tl.where(mine, slots, 0), axis=0))
+        out = (slot + _HEADER_BYTES).to(tl.pointer_type(out_ptr.dtype.element_ty))
         tl.store(out + local * H + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < H)
     if arrive_last(counter_ptr, tl.num_programs(0)):
         for a in range(A):
@@ -98,7 +115,8 @@ def reply(
     """Answers every online lane: writes its reply rows, publishes, and advances the lane's exchange.
 
     y: [cap_rows * top_k, H] as ``experts_forward`` wrote it. reply_slots: int64[A], addresses of the requesters' reply
-    slots, written. lanes: int64[A, 8], EXCHANGE advanced. layout: of the reply slots (its dtype may be float32).
+    slots, multiples of 16, written. lanes: int64[A, 8], EXCHANGE advanced. layout: of the reply slots (its dtype may be
+    float32).
     bells: int64[A], addresses of the requesters' doorbells (0: none), rung after the words (see ``wait``).
     clock: int64[4] that the wait wrote: [1] grows by the nanoseconds from its end to the start of this, [2] by those of
     this.
@@ -132,12 +150,13 @@ def _reply(
         layout = ReplyLayout(cap_rows, hidden, dtype)
         _answer(y, weight_address, lane_base, reply_slots, lanes, top_k, layout, bells, clock)
         return
-    block_h = min(1024, triton.next_power_of_2(hidden))
-    grid = max(1, min(num_lanes * cap_rows * triton.cdiv(hidden, block_h), 1024))
+    block_h = min(2048, triton.next_power_of_2(hidden))
+    grid = num_programs(y.device, y.shape[0] // top_k * triton.cdiv(hidden, block_h), per_sm=4)
     _reply_kernel[(grid,)](
         y, weight_address, lane_base, reply_slots, lanes, bells, clock, workspace.view(torch.int32),
         element_of(dtype, y), hidden, A=num_lanes, A_PAD=triton.next_power_of_2(num_lanes), TOP_K=top_k,
-        BLOCK_H=block_h, HAS_BELLS=bells is not None, HAS_CLOCK=clock is not None, num_warps=4, enable_fp_fusion=True,
+        BLOCK_H=block_h, HAS_BELLS=bells is not None, HAS_CLOCK=clock is not None, num_warps=max(1, block_h // 256),
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ Run without TRITON_INTERPRET: ``python -m pytest tests/compile``.
 
 import functools
 import json
+import re
 from dataclasses import dataclass
 from importlib import resources
 
@@ -195,6 +196,8 @@ def test_exchange(dtype, card):
         assert 0 < barrier and 0 < arrive < publish, (barrier, arrive, publish)
         assert text[arrive:].startswith("atom.global.gpu.acq_rel.add")
         assert "bar.sync" in text[:arrive]
+    for name in ("_pack_kernel", "_reply_kernel", "_combine_kernel"):  # rows move 16 bytes a thread, both ways
+        assert not re.search(r"(ld|st)\.global(\.\w+)*\.[bu]16", ptx[name]), name
     assert not any("st.release.sys" in ptx[n] for n in EXCHANGE if n not in ("_pack_kernel", "_reply_kernel"))
 
 
