@@ -127,25 +127,46 @@ def checked_step(
     return worst
 
 
-def _answer(pipe: Any, action: Any) -> None:
+def _answer(pipe: Any, action: Any) -> bool:
     start = time.monotonic()
     try:
         value = action()
         pipe.send(("ok", value, time.monotonic() - start))
+        return True
     except BaseException as error:
         fields = {k: v for k, v in vars(error).items() if isinstance(v, (str, int, float, type(None)))}
         pipe.send(("error", (type(error).__name__, str(error), fields), time.monotonic() - start))
+        return False
+
+
+class Warnings(logging.Handler):
+    """Keeps the warnings of the runtime in this process."""
+
+    def __init__(self) -> None:
+        super().__init__("WARNING")
+        self.messages: list[str] = []
+        logging.getLogger("afd_runtime").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 def ffn_main(pipe: Any, options: dict, rank: int, spec: Spec, extra: dict, bank_options: dict) -> None:
-    """An FFN process: serves until it is told to end, then reports what it served."""
+    """An FFN process: serves until it is told to end, then reports what it served.
+
+    bank_options: of ``Bank``, or of the class in ``kind``; standby: prepares everything, then waits for a word.
+    """
     torch.set_num_threads(1)
     logging.basicConfig(level="WARNING")
+    warnings, standby, kind = Warnings(), bank_options.pop("standby", False), bank_options.pop("kind", Bank)
     os.environ.update(options.pop("env", {}))
     device = options.pop("device", "cpu")
     config = AFDConfig(role="ffn", **options)
-    bank = Bank(spec, placement_of(config, spec).local_experts(rank), device=device, **bank_options)
+    bank = kind(spec, placement_of(config, spec).local_experts(rank), device=device, **bank_options)
     server = FFNServer(config, rank, spec, bank, device=device, fingerprint_extra=extra)
+    if standby:
+        _answer(pipe, server.runner.capture_model)
+        pipe.recv()
 
     def start() -> int:
         server.start()
@@ -153,11 +174,13 @@ def ffn_main(pipe: Any, options: dict, rank: int, spec: Spec, extra: dict, bank_
 
     def serve() -> dict:
         server.serve_forever()
-        control = server.connector.ffn.control
-        return {"steps": server.steps_served, "bad_frames": control.bad_frames, "attached": list(control.lanes.ranks)}
+        control, graphs = server.connector.ffn.control, server.runner.stage_graphs.values()
+        return {"steps": server.steps_served, "bad_frames": control.bad_frames, "attached": list(control.lanes.ranks),
+                "warnings": warnings.messages, "eager": server.runner.eager_steps,
+                "replays": sum(sum(stage.replays.values()) for stage in graphs)}  # fmt: skip
 
-    _answer(pipe, start)
-    _answer(pipe, serve)
+    if not (_answer(pipe, start) and _answer(pipe, serve)):
+        os._exit(1)  # the ordinary way out would wait for a kernel that does not end
 
 
 def attention_main(pipe: Any, options: dict, rank: int, spec: Spec, extra: dict) -> None:
