@@ -45,6 +45,7 @@ class ExpertSchedule:
     lane_base: int32[A + 1], prefix of rows over lanes. lane_prefix: int32[E, A + 1]. lane_start: int32[E, A].
     expert_base: int32[E + 1], prefix of merged rows over experts. tiles: int32[cap_tiles], ``expert | tile << 10``.
     num_tiles: int32[1]. error: int32[A], 1 where a lane's header was refused (such a lane contributes nothing).
+    tickets: int32[2], zero between launches: the GEMMs' programs take their tiles from it.
     Host constants: block_m, top_k, cap_rows and cap_pairs (over all lanes), hidden_size, row_stride (elements), dtype,
     row_alignment (bytes, of every lane's first row).
     """
@@ -59,6 +60,7 @@ class ExpertSchedule:
     tiles: torch.Tensor
     num_tiles: torch.Tensor
     error: torch.Tensor
+    tickets: torch.Tensor
     block_m: int
     top_k: int
     cap_rows: int
@@ -77,7 +79,7 @@ class ExpertSchedule:
         return self.expert_base.numel() - 1
 
     def tensors(self) -> list[torch.Tensor]:
-        """The device tensors in declaration order."""
+        """What ``arrival`` writes, in declaration order."""
         return [self.row_address, self.pair_address, self.weight_address, self.lane_base, self.lane_prefix,
                 self.lane_start, self.expert_base, self.tiles, self.num_tiles, self.error]  # fmt: skip
 
@@ -123,12 +125,13 @@ def _carve(
     experts = layout.num_experts
     rows = num_lanes * layout.cap_rows if max_rows is None else max_rows
     cap_tiles = triton.cdiv(rows * layout.top_k, block_m) + experts
+    tickets = carver.take((2,), torch.int32)  # first: schedules of other sizes in the same memory have it there too
     return [
         carver.take((num_lanes,), torch.int64), carver.take((num_lanes,), torch.int64),
         carver.take((num_lanes,), torch.int64), carver.take((num_lanes + 1,), torch.int32),
         carver.take((experts, num_lanes + 1), torch.int32), carver.take((experts, num_lanes), torch.int32),
         carver.take((experts + 1,), torch.int32), carver.take((cap_tiles,), torch.int32),
-        carver.take((1,), torch.int32), carver.take((num_lanes,), torch.int32),
+        carver.take((1,), torch.int32), carver.take((num_lanes,), torch.int32), tickets,
     ]  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from afd_kernels._op import (
 from afd_kernels.arrival import TILE_SHIFT, ExpertSchedule
 from afd_kernels.launch import GemmConfig, num_programs, pick_experts
 from afd_kernels.message import tensor_at
+from afd_kernels.signal import arrive_last
 
 _TILE_SHIFT = tl.constexpr(TILE_SHIFT)
 _TILE_MASK = tl.constexpr((1 << TILE_SHIFT) - 1)
@@ -61,6 +62,19 @@ def _tile_of(tile_id, num_tiles, num_n, GROUP_M: tl.constexpr):
     size = tl.minimum(num_tiles - first, GROUP_M)
     inside = tile_id % per_group
     return first + inside % size, inside // size
+
+
+@triton.jit
+def _take(tickets_ptr):
+    """The next tile that nobody has taken. A program may be late or run alone on its SM: nobody waits for it."""
+    return tl.atomic_add(tickets_ptr, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _put_back(tickets_ptr):
+    """The grid's last program makes the counter ready for the next launch."""
+    if arrive_last(tickets_ptr + 1, tl.num_programs(0)):
+        tl.store(tickets_ptr, 0)
 
 
 @triton.jit
@@ -103,14 +117,16 @@ def _swiglu(g, u, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
 @triton.jit
 def _p_experts_up_kernel(
     row_address_ptr, pair_address_ptr, lane_prefix_ptr, lane_start_ptr, expert_base_ptr, tiles_ptr, num_tiles_ptr,
-    w_ptr, b_ptr, h_ptr, row_bytes, N, K, stride_we, stride_wn, stride_wk, stride_be,
+    tickets_ptr, w_ptr, b_ptr, h_ptr, row_bytes, N, K, stride_we, stride_wn, stride_wk, stride_be,
     A: tl.constexpr, A_PAD: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATE_FIRST: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(N, BLOCK_N)
-    for tile_id in range(tl.program_id(0), num_tiles * num_n, tl.num_programs(0)):
+    tile_id = _take(tickets_ptr)
+    while tile_id < num_tiles * num_n:
+        following = _take(tickets_ptr)  # early: it is there when this tile is done
         expert, base, offs_r, mask_r, pid_n = _locate(
             tiles_ptr, expert_base_ptr, tile_id, num_tiles, num_n, GROUP_M, BLOCK_M
         )
@@ -162,18 +178,22 @@ def _p_experts_up_kernel(
             h = _swiglu(second, first, ALPHA, BETA, LIMIT)
         out = h_ptr + (base + offs_r).to(tl.int64)[:, None] * N + offs_n[None, :]
         tl.store(out, h.to(h_ptr.dtype.element_ty), mask=mask_r[:, None] & mask_n[None, :])
+        tile_id = following
+    _put_back(tickets_ptr)
 
 
 @triton.jit
 def _p_experts_down_kernel(
     pair_address_ptr, lane_base_ptr, lane_prefix_ptr, lane_start_ptr, expert_base_ptr, tiles_ptr, num_tiles_ptr,
-    h_ptr, w_ptr, b_ptr, y_ptr, N, K, stride_we, stride_wn, stride_wk, stride_be,
+    tickets_ptr, h_ptr, w_ptr, b_ptr, y_ptr, N, K, stride_we, stride_wn, stride_wk, stride_be,
     A: tl.constexpr, A_PAD: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.load(num_tiles_ptr)
     num_n = tl.cdiv(N, BLOCK_N)
-    for tile_id in range(tl.program_id(0), num_tiles * num_n, tl.num_programs(0)):
+    tile_id = _take(tickets_ptr)
+    while tile_id < num_tiles * num_n:
+        following = _take(tickets_ptr)  # early: it is there when this tile is done
         expert, base, offs_r, mask_r, pid_n = _locate(
             tiles_ptr, expert_base_ptr, tile_id, num_tiles, num_n, GROUP_M, BLOCK_M
         )
@@ -200,6 +220,8 @@ def _p_experts_down_kernel(
             acc.to(y_ptr.dtype.element_ty),
             mask=mask_r[:, None] & mask_n[None, :],
         )
+        tile_id = following
+    _put_back(tickets_ptr)
 
 
 def experts_forward(
@@ -247,8 +269,8 @@ def experts_forward(
     else:
         workspace = workspace_for(workspace, nbytes, w_up.device, "experts_workspace")
     a, flags = activation, [activation.gate_first, activation.interleaved]
-    args = (schedule.tensors(), w_up, w_down, b_up, b_down, y, workspace, schedule.top_k, schedule.row_stride,
-            schedule.row_alignment, [a.alpha, a.beta, a.limit or 0.0], flags, schedule.block_m,
+    args = (schedule.tensors(), schedule.tickets, w_up, w_down, b_up, b_down, y, workspace, schedule.top_k,
+            schedule.row_stride, schedule.row_alignment, [a.alpha, a.beta, a.limit or 0.0], flags, schedule.block_m,
             _flat(config))  # fmt: skip
     (_experts_op if is_tracing() else _experts)(*args)
     return y
@@ -265,9 +287,9 @@ def _flat(config: tuple[GemmConfig, GemmConfig] | None) -> list[int]:
 
 
 def _experts(
-    schedule: list[torch.Tensor], w_up: torch.Tensor, w_down: torch.Tensor, b_up: torch.Tensor | None,
-    b_down: torch.Tensor | None, y: torch.Tensor, workspace: torch.Tensor, top_k: int, row_stride: int,
-    row_alignment: int, constants: list[float], flags: list[bool], block_m: int, config: list[int],
+    schedule: list[torch.Tensor], tickets: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor,
+    b_up: torch.Tensor | None, b_down: torch.Tensor | None, y: torch.Tensor, workspace: torch.Tensor, top_k: int,
+    row_stride: int, row_alignment: int, constants: list[float], flags: list[bool], block_m: int, config: list[int],
 ) -> None:  # fmt: skip
     num_lanes, intermediate = schedule[0].numel(), w_down.shape[2]
     if not runs_kernel(w_up):
@@ -286,7 +308,7 @@ def _experts(
     shared = {"A": num_lanes, "A_PAD": triton.next_power_of_2(num_lanes), "TOP_K": top_k}
     grid = (num_programs(w_up.device, tiles.numel() * triton.cdiv(intermediate, c1.block_n)),)
     _p_experts_up_kernel[grid](
-        row_address, pair_address, lane_prefix, lane_start, expert_base, tiles, num_tiles, w_up,
+        row_address, pair_address, lane_prefix, lane_start, expert_base, tiles, num_tiles, tickets, w_up,
         w_up if b_up is None else b_up, h, row_stride * itemsize, intermediate, hidden, *w_up.stride(),
         0 if b_up is None else b_up.stride(0), **shared, **_meta(c1), HAS_BIAS=b_up is not None, GATE_FIRST=flags[0],
         INTERLEAVED=flags[1], ALPHA=constants[0], BETA=constants[1], LIMIT=constants[2],
@@ -295,7 +317,7 @@ def _experts(
     )  # fmt: skip
     grid = (num_programs(w_up.device, tiles.numel() * triton.cdiv(hidden, c2.block_n)),)
     _p_experts_down_kernel[grid](
-        pair_address, lane_base, lane_prefix, lane_start, expert_base, tiles, num_tiles, h, w_down,
+        pair_address, lane_base, lane_prefix, lane_start, expert_base, tiles, num_tiles, tickets, h, w_down,
         w_down if b_down is None else b_down, y, hidden, intermediate, *w_down.stride(),
         0 if b_down is None else b_down.stride(0), **shared, **_meta(c2), HAS_BIAS=b_down is not None,
         num_warps=c2.num_warps, num_stages=c2.num_stages, enable_fp_fusion=True,
@@ -371,4 +393,4 @@ def check_experts(w_up, w_down, b_up, b_down, dtype, hidden_size, like) -> int:
     return intermediate
 
 
-_experts_op = register("experts_forward", _experts, mutates=("y", "workspace"))
+_experts_op = register("experts_forward", _experts, mutates=("tickets", "y", "workspace"))

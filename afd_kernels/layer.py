@@ -16,6 +16,7 @@ from afd_kernels.message import MAX_TOP_K, MessageLayout
 from afd_kernels.plan import carve_plan, launch_plan
 from afd_kernels.reply import weighted_row, weighted_sum_ref
 from afd_kernels.routing import route
+from afd_kernels.small_plan import is_small, launch_small_plan
 
 
 @triton.jit
@@ -105,9 +106,9 @@ def fused_experts_workspace(
 
 def _carve(carver: Carver, layout: MessageLayout, intermediate: int, block_m: int) -> tuple:
     pairs = layout.cap_rows * layout.top_k
+    schedule = _carve_schedule(carver, 1, layout, block_m)  # first: its counters lie there for any number of tokens
     plan = carve_plan(carver, layout.cap_rows, layout.top_k, layout.num_experts, 1)
     slot = carver.take((layout.offset("rows"),), torch.uint8)
-    schedule = _carve_schedule(carver, 1, layout, block_m)
     bucket = carver.take((layout.num_experts,), torch.int32)
     h = carver.take((max(16, pairs * intermediate * layout.dtype.itemsize),), torch.uint8)
     return plan, slot, schedule, bucket, h, carver.take((pairs, layout.hidden_size), layout.dtype)
@@ -136,8 +137,11 @@ def _fused(
     plan, slot, tensors, bucket, h, y = _carve(Carver(workspace), layout, intermediate, block_m)
     _, starts, counts = plan
     torch.arange(num_experts, out=bucket)
-    launch_plan(topk_ids, topk_weights, bucket, slot, slot, slot, counts, starts, layout, 1, 0, local=True)
-    launch_merge(slot, slot, x, tensors, layout, block_m, local=True)
+    if is_small(num_tokens, top_k, num_experts):
+        launch_small_plan(topk_ids, topk_weights, bucket, slot, layout)
+    else:
+        launch_plan(topk_ids, topk_weights, bucket, slot, slot, slot, counts, starts, layout, 1, 0, local=True)
+    launch_merge(slot, slot, x, tensors[:-1], layout, block_m, local=True)
     schedule = ExpertSchedule(
         **_named(tensors), block_m=block_m, top_k=top_k, cap_rows=num_tokens, cap_pairs=num_tokens * top_k,
         hidden_size=hidden, row_stride=x.stride(0), dtype=x.dtype,

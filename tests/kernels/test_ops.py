@@ -432,7 +432,7 @@ def test_check_tensor_names_everything():
 
 SIGNATURES = {
     "ExpertSchedule": "row_address, pair_address, weight_address, lane_base, lane_prefix, lane_start, "
-    "expert_base, tiles, num_tiles, error, block_m, top_k, cap_rows, cap_pairs, hidden_size, "
+    "expert_base, tiles, num_tiles, error, tickets, block_m, top_k, cap_rows, cap_pairs, hidden_size, "
     "row_stride, dtype, row_alignment=16",
     "GemmConfig": "block_m, block_n, block_k, num_warps=4, num_stages=3, group_m=8",
     "MessageLayout": "num_experts, cap_rows, top_k, hidden_size, dtype, with_token_ids=False",
