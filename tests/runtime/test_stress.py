@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random steps with ranks that are killed and replaced: every value is right, and every event log obeys the protocol."""
+"""Random steps with ranks killed and replaced: right values, logs that obey the protocol. And every word of a slot."""
 
 from __future__ import annotations
 
@@ -10,35 +10,42 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from group import SPEC, Child, Group, new_group
+import torch
+from group import SPEC, Child, Failed, Group, new_group
 from stress import random_steps
+from words import Plan, exchange_words
 
 from afd_runtime.event_log import read_logs
 from afd_runtime.protocol import Event
 from afd_runtime.replay import Replay
 
 pytestmark = pytest.mark.timeout(120)
-STEPS = 60
+STEPS = 80
 
 
-def kill_in_its_steps(child: Child, seed: int) -> None:
-    time.sleep(random.Random(seed).uniform(0.3, 0.6))
+def kill_in_its_steps(child: Child, log: Path, seed: int) -> None:
+    """SIGKILL, a random moment after the process has logged what a few steps log."""
+    deadline = time.monotonic() + 20
+    while sum(path.read_text().count("\n") for path in log.glob(f"*-{child.process.pid}-*")) < 100:
+        assert time.monotonic() < deadline, "the process logs nothing"
+        time.sleep(0.01)
+    time.sleep(random.Random(seed).uniform(0.0, 0.2))
     child.process.kill()
     child.process.join(10)
     assert child.process.exitcode == -signal.SIGKILL
 
 
-def run_with_losses(group: Group, seed: int) -> int:
+def run_with_losses(group: Group, log: Path, seed: int) -> int:
     """Two attention and two FFN ranks; one of each is killed and replaced. Returns the steps that ended for sure."""
     ffn, (lasting, doomed) = group.start_all()
     lasting.start("run", random_steps, STEPS, seed)
     doomed.start("run", random_steps, 10**6, seed + 1)
-    kill_in_its_steps(doomed, seed)
+    kill_in_its_steps(doomed, log, seed)
     reports = [lasting.result(60)]
     successor = group.attention(1)
     for index, child in enumerate((lasting, successor)):
         child.start("run", random_steps, STEPS, seed + 2 + index, sessions=2)
-    kill_in_its_steps(ffn[1], seed + 1)
+    kill_in_its_steps(ffn[1], log, seed + 1)
     ffn[1] = group.ffn(1)
     reports += [child.result(60) for child in (lasting, successor)]
     assert all(report["sessions"] >= 2 for report in reports[1:]), reports
@@ -52,7 +59,7 @@ def run_with_losses(group: Group, seed: int) -> int:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_random_steps_with_losses_obey_the_protocol(stages: int, tmp_path: Path) -> None:
     with new_group(2, 2, num_stages=stages, env={"AFD_EVENT_LOG": str(tmp_path)}) as group:
-        steps = run_with_losses(group, seed=100 * stages)
+        steps = run_with_losses(group, tmp_path, seed=100 * stages)
     log = read_logs(tmp_path)
     Replay.check(log)
     seen = Counter(entry.event for entry in log)
@@ -61,3 +68,22 @@ def test_random_steps_with_losses_obey_the_protocol(stages: int, tmp_path: Path)
     exchanges = steps * len(SPEC.expert_layers)
     assert seen["see_reply"] >= exchanges and seen["see_request"] >= 2 * exchanges, seen
     assert len(log) >= (1 + 3 * len(SPEC.expert_layers)) * steps * (1 + group.options["num_ffn_ranks"])
+
+
+@pytest.mark.parametrize(("dtype", "hidden_size"), [(torch.float32, 40), (torch.bfloat16, 41)])
+def test_every_word_is_rewritten_in_each_exchange_and_read_right(dtype: torch.dtype, hidden_size: int) -> None:
+    plan = Plan(steps=100, dtype=dtype, hidden_size=hidden_size)
+    exchanges, layout = plan.steps * plan.exchanges, plan.layout
+    output = plan.rows * plan.hidden_size * dtype.itemsize
+    expected = exchanges * (layout.reply.nbytes + output), exchanges * layout.request.nbytes
+    assert exchange_words(plan) == expected
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [("early", r"request: \d+ wrong bytes in exchange 0 of step 0"),
+     ("stale", r"reply: \d+ wrong bytes in exchange 1 of step 5")],
+)  # fmt: skip
+def test_a_wrong_word_is_found(fault: str, found: str) -> None:
+    with pytest.raises(Failed, match=found):
+        exchange_words(Plan(steps=10, fault=fault))
