@@ -53,6 +53,7 @@ class GPUFFNModelRunner:
         self.graphs = dict(graphs or {})
         self.on_layer = on_layer
         self.stage_graphs: dict[int, StageGraphs] = {}
+        self._streams: dict[int, torch.cuda.Stream] = {}
         self.replays = self.eager_steps = 0
 
     def initialize_afd_connector(self) -> None:
@@ -90,11 +91,22 @@ class GPUFFNModelRunner:
 
     def _replay_stages(self, dp_metadata_list: Mapping[int, AFDDPMetadata]) -> None:
         side = self.connector.ffn  # type: ignore[attr-defined]
-        for stage in dp_metadata_list:
+        streams = {stage: self._stream(stage, len(dp_metadata_list)) for stage in dp_metadata_list}
+        for stage, stream in streams.items():
             self.replays += 1
-            self.stage_graphs[stage].replay(side.step_rows(stage))
-        for stage in dp_metadata_list:
-            side.finish_step(stage)
+            with torch.cuda.stream(stream):
+                self.stage_graphs[stage].replay(side.step_rows(stage))
+        for stage, stream in streams.items():
+            with torch.cuda.stream(stream):
+                side.finish_step(stage)
+
+    def _stream(self, stage: int, num_stages: int) -> torch.cuda.Stream | None:
+        """None, the current one, for a stage alone. Several wait for each other's layers: a stream each."""
+        if num_stages == 1:
+            return None
+        if stage not in self._streams:
+            self._streams[stage] = torch.cuda.Stream(self.stage_graphs[stage].side.device, priority=-1)
+        return self._streams[stage]
 
     def _find_graph(
         self, dp_metadata_list: Mapping[int, AFDDPMetadata], is_graph_replaying: bool

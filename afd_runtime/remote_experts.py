@@ -111,13 +111,14 @@ class AttentionSession:
             yield
 
     @contextlib.contextmanager
-    def steps(self, rows: Mapping[int, int]) -> Iterator[None]:
+    def steps(self, rows: Mapping[int, int], streams: Mapping[int, torch.cuda.Stream] | None = None) -> Iterator[None]:
         """``begin_steps`` … ``end_step`` of each stage; an exception gives up the steps that have not ended."""
-        self.begin_steps(rows)
+        self.begin_steps(rows, streams)
         try:
             yield
             for stage in rows:
-                self.end_step(stage)
+                with torch.cuda.stream((streams or {}).get(stage)):
+                    self.end_step(stage)
         except BaseException as error:
             for stage in rows:
                 self.abort_step(f"{type(error).__name__}: {error}", stage)

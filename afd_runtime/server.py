@@ -143,7 +143,7 @@ class FFNServer:
         except BaseException as error:
             self._ffn_loop_error = self._ffn_loop_error or error
             stuck = error if isinstance(error, AFDStuckError) else None
-            self.connector.ffn.control.stop_serving(f"{type(error).__name__}: {error}"[:1000], stuck)
+            self.connector.ffn.control.stop_serving(f"{type(error).__name__}: {error}"[:1000], stuck, failed=True)
 
     def _serve_step(self, stage: int) -> None:
         payload = self.connector.ffn.recv_dp_metadata_list(stage)

@@ -205,12 +205,14 @@ class FFNControlPlane:
         """Asks for a stop from a signal handler: takes no lock."""
         self._watcher.post(lambda: self.stop_serving("it was asked to stop"))
 
-    def stop_serving(self, reason: str, error: AFDError | None = None) -> None:
+    def stop_serving(self, reason: str, error: AFDError | None = None, *, failed: bool = False) -> None:
         """No further unit begins; one that a stage has begun goes on in all of its stages.
 
-        error: what ``next_orders`` raises from then on.
+        error: what ``next_orders`` raises from then on. failed: a stage is not served any more, so peers are told now.
         """
         with self._changed:
+            if failed and self._stopping is None:
+                self._tell_peers(reason)
             self._stopping = self._stopping or error or AFDShutdownError(f"{self.name} ends: {reason}")
             self._changed.notify_all()
 
@@ -218,10 +220,7 @@ class FFNControlPlane:
         """Tells every peer, waits until that has been sent, frees the windows. Idempotent."""
         self.stop_serving(reason)
         with self._changed:
-            links = [lane.link for lane in self.lanes.ranks.values()]
-            links += self._rendezvous.links() if self._rendezvous is not None else []
-            for link in dict.fromkeys(links):
-                self._watcher.send(link, Shutdown(reason))
+            self._tell_peers(reason)
         self._watcher.stop()
         for lane in self.lanes.ranks.values():
             self._note(Event.DETACH, lane)
@@ -229,6 +228,12 @@ class FFNControlPlane:
         self.lanes.ranks.clear()
         if not isinstance(self._stopping, AFDStuckError):  # freeing would wait for the kernel that does not end
             self.fabric.collect()
+
+    def _tell_peers(self, reason: str) -> None:
+        links = [lane.link for lane in self.lanes.ranks.values()]
+        links += self._rendezvous.links() if self._rendezvous is not None else []
+        for link in dict.fromkeys(links):
+            self._watcher.send(link, Shutdown(reason))
 
     # -- on the watcher thread -------------------------------------------------------------------------------------
 

@@ -10,8 +10,10 @@ import time
 import pytest
 import torch
 from group import SPEC, checked_step, local_group, oracle, random_layer
+from interleaved import interleaved_together, serve_on_one_thread
 
 from afd_runtime.errors import AFDError, AFDTimeoutError
+from afd_runtime.server import FFNServer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -102,6 +104,13 @@ def test_two_stages_in_flight_interleaved_by_one_thread() -> None:
                     session.end_step(stage)
             for layer, inputs, out in outputs:
                 torch.testing.assert_close(out.cpu().double(), oracle(SPEC, layer, *inputs), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("loop", [FFNServer.serve_forever, serve_on_one_thread])
+def test_two_ranks_interleave_two_stages_in_opposite_orders(loop) -> None:
+    with local_group(2, 2, num_stages=2, device="cuda", loop=loop) as (servers, connect):
+        assert max(interleaved_together([connect(rank) for rank in (0, 1)], 20)) < 1
+        assert all(server.runner.eager_steps == 0 and replays(server) >= 40 for server in servers)
 
 
 def test_padding_and_choices_that_are_nowhere() -> None:

@@ -10,7 +10,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from group import SPEC, Bank, Child, Failed, checked_step, local_group, new_group, oracle, random_layer
-from interleaved import interleaved_step, interleaved_steps, largest_error
+from interleaved import (
+    interleaved_step,
+    interleaved_steps,
+    interleaved_together,
+    largest_error,
+    serve_on_one_thread,
+)
 
 from afd_runtime.config import AFDConfig
 from afd_runtime.control_plane.ffn import FFNControlPlane
@@ -47,32 +53,10 @@ def test_ranks_with_other_sets_of_stages_share_a_group() -> None:
         group.end(ffn)
 
 
-def serve_on_one_thread(server: FFNServer) -> None:
-    """What a worker with a single loop does: whole units."""
-    served = server.served_stages = []  # type: ignore[attr-defined]
-    while True:
-        try:
-            payload = server.connector.control_plane.recv_dp_metadata_list()
-        except AFDShutdownError:
-            return
-        served.append(tuple(payload.dp_metadata_list))
-        server.runner.execute_model(dp_metadata_list=payload.dp_metadata_list)
-
-
 def test_a_loop_on_one_thread_serves_a_unit_as_one_payload() -> None:
     with local_group(2, 2, num_stages=2, loop=serve_on_one_thread) as (servers, connect):
         sessions = [connect(rank) for rank in (0, 1)]
-        found: list[float] = []
-
-        def run(rank: int) -> None:
-            found.append(interleaved_steps(sessions[rank], 10, (rank, 1 - rank), rank))
-
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(40)
-        assert len(found) == 2 and max(found) < 1
+        assert max(interleaved_together(sessions, 10)) < 1
         checked_step(sessions[0], 3, seed=1, stage=1)
         for server in servers:
             assert set(server.served_stages) == {(0, 1), (1,)} and server.served_stages[-1] == (1,)
@@ -152,6 +136,19 @@ def test_a_rank_killed_in_a_unit_leaves_the_other_served() -> None:
         for child in (back, other):
             assert child.result() < 1
         group.end(ffn)
+
+
+def test_a_fault_in_one_stage_of_a_unit_is_told_at_once() -> None:
+    with new_group(1, 2, num_stages=2) as group:
+        ffn = [group.ffn(0), group.ffn(1, bank={"fail_at": 4})]
+        attention = group.attention(0)
+        with pytest.raises(Failed, match="AFDPeerLost.*the planted fault") as caught:
+            attention.call("run", interleaved_steps, 5, (0, 1), 0)
+        assert caught.value.fields["peer"] == "FFN rank 1" and caught.value.seconds < 5
+        attention.call("close")
+        with pytest.raises(Failed, match="RuntimeError: the planted fault"):
+            ffn[1].result()
+        assert ffn[0].process.is_alive()
 
 
 @pytest.fixture
