@@ -14,14 +14,18 @@ if __name__ == "__main__" and sys.path[0] == os.path.dirname(os.path.abspath(__f
     del sys.path[0]  # this folder: its modules must not be importable by their bare names
 
 import argparse
+import copy
 import inspect
 import json
+import re
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import torch
+
+_EXPERTS_MODULE = re.compile(r"(?:^|\.)layers\.(\d+)\.mlp\.experts$")
 
 
 @torch.no_grad()
@@ -109,6 +113,29 @@ def _left_pad(prompts: list[list[int]], pad_id: int, device: torch.device) -> tu
     return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
 
 
+@torch.no_grad()
+def layer_outputs(model: Any, calls: list[dict[str, Any]]) -> list[torch.Tensor]:
+    """What the model's own experts give for each of `calls`, computed in float32: float32[M, H] each, on the CPU.
+
+    A call has `layer`, `hidden` [M, H], `topk_ids` int[M, k] and `topk_weights` [M, k]. Raises KeyError for a layer
+    without experts. The weights are those that the model holds in its dtype.
+    """
+    found = [(_EXPERTS_MODULE.search(name), module) for name, module in model.named_modules()]
+    modules = {int(match[1]): module for match, module in found if match}
+    outputs: list[torch.Tensor] = [torch.empty(0)] * len(calls)
+    for layer in sorted({call["layer"] for call in calls}):
+        own = [index for index, call in enumerate(calls) if call["layer"] == layer]
+        experts = copy.deepcopy(modules[layer]).float()
+        hidden, ids, weights = (
+            torch.cat([calls[index][name] for index in own]).to(model.device)
+            for name in ("hidden", "topk_ids", "topk_weights")
+        )
+        result = experts(hidden.float(), ids.long(), weights.float()).cpu()
+        for index, part in zip(own, result.split([len(calls[index]["hidden"]) for index in own]), strict=True):
+            outputs[index] = part.clone()
+    return outputs
+
+
 def assert_undivided() -> None:
     """Raises if a module of this project has been imported into this process."""
     own = sorted(name for name in sys.modules if name.split(".")[0].startswith("afd_"))
@@ -120,7 +147,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Greedy generation by the engine alone.")
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", required=True, help="JSON list of lists of token ids, or a file that holds it")
-    parser.add_argument("--out", required=True, help="torch file: ids [B, T], logits [B, T, V], seconds")
+    parser.add_argument("--out", required=True, help="torch file: ids, logits, seconds, layer_outputs")
+    parser.add_argument("--layer-calls", nargs="*", default=[], help="torch files of calls for layer_outputs")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--max-batch-tokens", type=int, default=2048)
     parser.add_argument("--pad-id", type=int, default=0)
@@ -139,8 +167,10 @@ def main(argv: list[str] | None = None) -> None:
     model = model.to(args.device).eval()
     start = time.perf_counter()
     ids, logits = greedy_generate(model, prompts, args.max_new_tokens, args.max_batch_tokens, pad_id=args.pad_id)
+    seconds = time.perf_counter() - start
+    outputs = {path: layer_outputs(model, torch.load(path, weights_only=True)["calls"]) for path in args.layer_calls}
     assert_undivided()
-    torch.save({"ids": ids, "logits": logits, "seconds": time.perf_counter() - start}, args.out)
+    torch.save({"ids": ids, "logits": logits, "seconds": seconds, "layer_outputs": outputs}, args.out)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,15 @@ MaxBatchTokens = Annotated[
     int,
     typer.Option("--max-batch-tokens", min=1, help="Most rows of one step of an attention rank; the same everywhere."),
 ]
+Doorbells = Annotated[
+    bool | None,
+    typer.Option(
+        "--doorbells/--no-doorbells",
+        help="For ranks that share a GPU; the same for all ranks. Default: where the host has one GPU.",
+        show_default=False,
+    ),
+]
+KernelCounts = Annotated[Path | None, typer.Option("--kernel-counts", hidden=True)]
 Events = Annotated[bool, typer.Option("--events", hidden=True)]
 
 
@@ -61,7 +70,12 @@ def generate(
     max_batch_tokens: MaxBatchTokens = 2048,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Control port; 0: a free one.")] = 0,
     check: Annotated[
-        bool, typer.Option("--check", help="Compare with the undivided model, in float32; exit 1 on a mismatch.")
+        bool,
+        typer.Option(
+            "--check",
+            help="Compare with the undivided model: the logits of each position in float32, which is then the default, "
+            "the output of each exchanged layer in float16 and bfloat16. Exit 1 on a mismatch.",
+        ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show what the processes write to stderr.")] = False,
@@ -102,6 +116,8 @@ def ffn(
     device: Device = "cpu",
     dtype: DType = "auto",
     max_batch_tokens: MaxBatchTokens = 2048,
+    doorbells: Doorbells = None,
+    kernel_counts: KernelCounts = None,
     events: Events = False,
 ) -> None:
     """Serve one FFN rank of MODEL until it is stopped. Ranks may start in any order; no engine is needed."""
@@ -121,9 +137,11 @@ def ffn(
         num_ffn_ranks=ffn_ranks,
         placement=placement.value,
         max_batch_tokens=max_batch_tokens,
+        doorbells=doorbells,
     )
     with open_display(events=events) as display:
-        serve_ffn_rank(model, config, ffn_rank, device=torch.device(device), dtype=dtype, display=display)
+        on = torch.device(device)
+        serve_ffn_rank(model, config, ffn_rank, device=on, dtype=dtype, display=display, counts_path=kernel_counts)
 
 
 @app.command("attention-worker", hidden=True)

@@ -64,7 +64,10 @@ AFD_LOG_LEVEL: Variable[str] = Variable(
 AFD_EVENT_LOG: Variable[str] = Variable(
     "AFD_EVENT_LOG", str, "", "Directory that each rank appends its protocol events to; unset: nothing is recorded."
 )
+AFD_COUNT_KERNELS: Variable[bool] = Variable(
+    "AFD_COUNT_KERNELS", _flag, False, "Makes `afd generate --json` report Triton launches by kernel name and role."
+)
 
 VARIABLES: tuple[Variable, ...] = (
-    AFD_TOKEN, AFD_FORBID_REFERENCE, AFD_ALLOW_UNTESTED_VLLM, AFD_LOG_LEVEL, AFD_EVENT_LOG,
+    AFD_TOKEN, AFD_FORBID_REFERENCE, AFD_ALLOW_UNTESTED_VLLM, AFD_LOG_LEVEL, AFD_EVENT_LOG, AFD_COUNT_KERNELS,
 )  # fmt: skip

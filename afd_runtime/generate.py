@@ -9,21 +9,25 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
+from afd_runtime import envs
 from afd_runtime.check import CheckReport, Generated, compare
 from afd_runtime.config import AFDConfig
 from afd_runtime.errors import AFDConfigError
 from afd_runtime.launch import ProcessGroup, follow, python_module, reserve_port
+from afd_runtime.layer_check import RECORD_BYTES, LayerCheckReport, LayerRecord, compare_layers
 from afd_runtime.model_spec import ModelSpec
 from afd_runtime.progress import Display
 from afd_runtime.topology import ExpertPlacement
-from afd_runtime.undivided import run_undivided
+from afd_runtime.undivided import Undivided, run_undivided
 from afd_runtime.workers import (
+    TORCH_DTYPES,
     AttentionJob,
     AttentionResult,
     LayerStats,
@@ -42,7 +46,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 class GenerateRequest:
     """What ``afd generate`` was asked for. ``port`` 0 picks a free one.
 
-    ``dtype`` "auto" is the checkpoint's; with ``check`` it is float32, and another one is refused.
+    ``dtype`` "auto" is the checkpoint's; with ``check`` it is float32. All ranks share ``device``.
+    ``count_kernels``: the report has Triton launches by kernel name.
     """
 
     model: Path
@@ -57,11 +62,22 @@ class GenerateRequest:
     port: int = 0
     check: bool = False
     verbose: bool = False
+    count_kernels: bool = field(default_factory=envs.AFD_COUNT_KERNELS.get)
+
+    @property
+    def doorbells(self) -> bool | None:
+        """``AFDConfig.doorbells`` of every rank: they share one GPU, however many the host has."""
+        return True if self.device.startswith("cuda") else None
 
     @property
     def chosen_dtype(self) -> str:
         """What every process is told."""
         return "float32" if self.check and self.dtype == "auto" else self.dtype
+
+    @property
+    def checks_layers(self) -> bool:
+        """Whether the check compares layers: in less than float32, where logits cannot be compared."""
+        return self.check and self.chosen_dtype != "float32"
 
     def config(self, role: str, port: int) -> AFDConfig:
         """The group as a process of ``role`` sees it. Raises pydantic's ``ValidationError``."""
@@ -73,6 +89,7 @@ class GenerateRequest:
                 "num_ffn_ranks": self.num_ffn_ranks,
                 "placement": self.placement,
                 "max_batch_tokens": self.max_batch_tokens,
+                "doorbells": self.doorbells,
             }
         )
 
@@ -84,12 +101,17 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class GenerateReport:
-    """What a run produced. ``prompts`` are in the order given; ``check`` is None where none was asked for."""
+    """What a run produced. ``prompts`` are in the order given; ``check`` is None where none was asked for.
+
+    kernels: None, or Triton launches by kernel name of each role, all ranks together (``attention``, ``ffn``), with the
+    steps that FFN ranks served and the graphs that they replayed (``ffn_steps``, ``ffn_replays``).
+    """
 
     prompts: list[PromptResult]
     layers: dict[int, LayerStats]
     seconds: float
-    check: CheckReport | None = None
+    check: CheckReport | LayerCheckReport | None = None
+    kernels: dict[str, Any] | None = None
 
 
 def generate(request: GenerateRequest, display: Display) -> GenerateReport:
@@ -103,10 +125,9 @@ def generate(request: GenerateRequest, display: Display) -> GenerateReport:
         results = _serve(request, Path(run_dir), display)
         seconds = time.perf_counter() - started
         prompts = sorted((p for result in results for p in result.prompts), key=lambda prompt: prompt.index)
-        check = None
-        if request.check:
-            check = _check(request, prompts, results[0].stop_ids, Path(run_dir), display)
-    return GenerateReport(prompts, total_layers(results), seconds, check)
+        kernels = _total_kernels(request, results, Path(run_dir)) if request.count_kernels else None
+        check = _check(request, prompts, results[0].stop_ids, Path(run_dir), display) if request.check else None
+    return GenerateReport(prompts, total_layers(results), seconds, check, kernels)
 
 
 def validate(request: GenerateRequest) -> None:
@@ -119,11 +140,7 @@ def validate(request: GenerateRequest) -> None:
     if not request.prompts:
         raise AFDConfigError("no prompt; give --prompt TEXT or --prompt-ids 1,2,3, each as often as you like")
     spec = ModelSpec.from_pretrained(request.model)
-    if model_dtype(request.chosen_dtype, spec) != torch.float32 and request.check:
-        raise AFDConfigError(
-            f"dtype is {request.dtype!r} with --check; allowed: float32, because rounding to less flips near-ties of "
-            "the router and hides what is wrong; leave --dtype or --check out"
-        )
+    model_dtype(request.chosen_dtype, spec)  # refuses an unknown one
     ExpertPlacement(request.placement, spec.num_experts, request.num_attention_ranks, request.num_ffn_ranks)  # type: ignore[arg-type]
     request.config("attention", request.port or 1)
     if len(request.prompts_of(0)) > request.max_batch_tokens:
@@ -167,7 +184,8 @@ def total_layers(results: list[AttentionResult]) -> dict[int, LayerStats]:
 def _serve(request: GenerateRequest, run_dir: Path, display: Display) -> list[AttentionResult]:
     with ProcessGroup(forward_stderr=request.verbose) as group, _chosen_port(request.port) as port:
         for ffn_rank in range(request.num_ffn_ranks):
-            group.start(f"FFN rank {ffn_rank}", _ffn_command(request, ffn_rank, port), runs_to_end=False)
+            command = _ffn_command(request, ffn_rank, port, run_dir)
+            group.start(f"FFN rank {ffn_rank}", command, runs_to_end=False)
         jobs = _write_jobs(request, port, run_dir)
         workers = [
             group.start(f"attention rank {rank}", _worker_command(job), runs_to_end=True) for rank, job in jobs.items()
@@ -178,27 +196,48 @@ def _serve(request: GenerateRequest, run_dir: Path, display: Display) -> list[At
         ]
 
 
+def _total_kernels(request: GenerateRequest, results: list[AttentionResult], run_dir: Path) -> dict[str, Any]:
+    from afd_runtime.kernel_counts import FFNCounts, total_counts
+
+    files = [run_dir / f"counts-{rank}.json" for rank in range(request.num_ffn_ranks)]
+    ffn = [msgspec.json.decode(file.read_bytes(), type=FFNCounts) for file in files]
+    return total_counts([result.kernels or {} for result in results], ffn)
+
+
 def _check(
     request: GenerateRequest,
     prompts: list[PromptResult],
     stop_ids: list[int],
     run_dir: Path,
     display: Display,
+) -> CheckReport | LayerCheckReport:
+    prompt_ids = [prompt.prompt_ids for prompt in prompts]
+    dtype = TORCH_DTYPES[request.chosen_dtype]
+    calls = {rank: run_dir / f"calls-{rank}.pt" for rank in range(request.num_attention_ranks)}
+    calls = {rank: path for rank, path in calls.items() if path.is_file()}
+    with ProcessGroup(forward_stderr=request.verbose) as group:
+        undivided = run_undivided(
+            group, request.model, prompt_ids, request.max_new_tokens, dtype, request.device, run_dir, display,
+            tuple(calls.values()),
+        )  # fmt: skip
+    expected_ids = [cut_at_stop(row, stop_ids) for row in undivided.ids.tolist()]
+    if not request.checks_layers:
+        return _check_logits(prompts, expected_ids, undivided, run_dir)
+    records = {rank: LayerRecord.load(path, request.prompts_of(rank)) for rank, path in calls.items()}
+    outputs = {rank: undivided.layer_outputs[path] for rank, path in calls.items()}
+    tokens = {p.index: (p.token_ids, ids) for p, ids in zip(prompts, expected_ids, strict=True)}
+    return compare_layers(records, outputs, dtype, tokens)
+
+
+def _check_logits(
+    prompts: list[PromptResult], expected_ids: list[list[int]], undivided: Undivided, run_dir: Path
 ) -> CheckReport:
     logits: dict[int, torch.Tensor] = {}
     for path in run_dir.glob("logits-*.pt"):
         logits |= torch.load(path, weights_only=True, map_location="cpu")
     divided = {p.index: Generated(p.token_ids, logits[p.index]) for p in prompts}
-    prompt_ids = [prompt.prompt_ids for prompt in prompts]
-    with ProcessGroup(forward_stderr=request.verbose) as group:
-        ids, expected = run_undivided(
-            group, request.model, prompt_ids, request.max_new_tokens, torch.float32, request.device, run_dir, display
-        )
-    undivided = {
-        prompt.index: Generated(cut_at_stop(row, stop_ids), logits)
-        for prompt, row, logits in zip(prompts, ids.tolist(), expected, strict=True)
-    }
-    return compare(divided, undivided)
+    expected = zip(prompts, expected_ids, undivided.logits, strict=True)
+    return compare(divided, {prompt.index: Generated(ids, rows) for prompt, ids, rows in expected})
 
 
 @contextmanager
@@ -212,7 +251,7 @@ def _chosen_port(port: int) -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def _ffn_command(request: GenerateRequest, ffn_rank: int, port: int) -> list[str]:
+def _ffn_command(request: GenerateRequest, ffn_rank: int, port: int, run_dir: Path) -> list[str]:
     options = {
         "ffn-rank": ffn_rank,
         "ffn-ranks": request.num_ffn_ranks,
@@ -225,6 +264,8 @@ def _ffn_command(request: GenerateRequest, ffn_rank: int, port: int) -> list[str
         "port": port,
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
+    flags += ["--doorbells"] if request.doorbells else []
+    flags += [f"--kernel-counts={run_dir / f'counts-{ffn_rank}.json'}"] if request.count_kernels else []
     return python_module("afd_runtime.cli", "ffn", str(request.model), *flags, "--events")
 
 
@@ -245,7 +286,10 @@ def _write_jobs(request: GenerateRequest, port: int, run_dir: Path) -> dict[int,
             max_new_tokens=request.max_new_tokens,
             max_batch_tokens=request.max_batch_tokens,
             result_path=str(run_dir / f"result-{rank}.json"),
-            logits_path=str(run_dir / f"logits-{rank}.pt") if request.check else None,
+            logits_path=str(run_dir / f"logits-{rank}.pt") if request.check and not request.checks_layers else None,
+            calls_path=str(run_dir / f"calls-{rank}.pt") if request.checks_layers else None,
+            record_bytes=RECORD_BYTES // request.num_attention_ranks,
+            count_kernels=request.count_kernels,
         )
         jobs[rank] = run_dir / f"job-{rank}.json"
         jobs[rank].write_bytes(msgspec.json.encode(job))

@@ -56,6 +56,7 @@ def report_json(report: GenerateReport) -> str:
         "layers": layers,
         "seconds": report.seconds,
         "check": None if report.check is None else {**asdict(report.check), "ok": report.check.ok},
+        "kernels": report.kernels,
     }
     return json.dumps(content, indent=2)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +17,18 @@ from afd_runtime.progress import Display
 MAX_BATCH_TOKENS = 4096
 
 
+@dataclass(frozen=True)
+class Undivided:
+    """ids: int64[B, T], greedy. logits: float32[B, T, V], that they were chosen from.
+
+    layer_outputs: float32[M, H] of each call in each of the files that were given, by file.
+    """
+
+    ids: torch.Tensor
+    logits: torch.Tensor
+    layer_outputs: dict[Path, list[torch.Tensor]]
+
+
 def run_undivided(
     group: ProcessGroup,
     model: Path,
@@ -25,8 +38,9 @@ def run_undivided(
     device: str,
     run_dir: Path,
     display: Display,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy ids int64[B, max_new_tokens] and the logits float32[B, max_new_tokens, V] that they were chosen from.
+    layer_calls: Sequence[Path] = (),
+) -> Undivided:
+    """Generates max_new_tokens for each prompt, and computes the experts of the calls in the files ``layer_calls``.
 
     The process leaves its files in ``run_dir``. Raises ``ChildFailed``.
     """
@@ -41,10 +55,14 @@ def run_undivided(
         "max-batch-tokens": max(MAX_BATCH_TOKENS, len(prompt_ids)),
         "dtype": str(dtype).removeprefix("torch."),
         "device": device,
+        "experts-implementation": "eager",  # the model file's own loop over experts
     }
     flags = [f"--{option}={value}" for option, value in options.items()]
+    if layer_calls:
+        flags += ["--layer-calls", *map(str, layer_calls)]
     child = group.start(name, python_script(Path(_greedy.__file__), *flags), runs_to_end=True)
     display.note(name, f"in a process of its own, prompts: {len(prompt_ids)}")
     follow(group, [child], display)
     saved = torch.load(out, weights_only=True, map_location="cpu")
-    return saved["ids"], saved["logits"]
+    outputs = {Path(path): found for path, found in saved["layer_outputs"].items()}
+    return Undivided(saved["ids"], saved["logits"], outputs)

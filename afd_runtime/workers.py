@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -21,6 +21,9 @@ from afd_runtime.ffn_backend import ExpertBank
 from afd_runtime.model_spec import ModelSpec
 from afd_runtime.progress import Display
 from afd_runtime.topology import ExpertPlacement
+
+if TYPE_CHECKING:
+    from afd_runtime.kernel_counts import KernelCounts
 
 TORCH_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
@@ -68,7 +71,10 @@ class LayerStats(msgspec.Struct):
 
 
 class AttentionJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that an attention rank's process needs. ``prompts`` is keyed by index; ``logits_path`` None: not kept."""
+    """All that an attention rank's process needs. ``prompts`` is keyed by index.
+
+    logits_path: where the logits go, calls_path: where ``LayerRecorder`` writes up to record_bytes; None: not kept.
+    """
 
     model: str
     config: dict[str, Any]
@@ -80,14 +86,21 @@ class AttentionJob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch_tokens: int
     result_path: str
     logits_path: str | None = None
+    calls_path: str | None = None
+    record_bytes: int = 0
+    count_kernels: bool = False
 
 
 class AttentionResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an attention rank's process leaves in ``result_path``. A prompt ends at the first of ``stop_ids``."""
+    """What an attention rank's process leaves in ``result_path``. A prompt ends at the first of ``stop_ids``.
+
+    kernels: Triton launches of the forwards by kernel name, where they were counted.
+    """
 
     prompts: list[PromptResult]
     layers: dict[int, LayerStats]
     stop_ids: list[int]
+    kernels: dict[str, int] | None = None
 
 
 def model_dtype(name: str, spec: ModelSpec) -> torch.dtype:
@@ -112,9 +125,19 @@ def refuse_device(device: str) -> None:
 
 
 def serve_ffn_rank(
-    model: Path, config: AFDConfig, ffn_rank: int, *, device: torch.device, dtype: str, display: Display
+    model: Path,
+    config: AFDConfig,
+    ffn_rank: int,
+    *,
+    device: torch.device,
+    dtype: str,
+    display: Display,
+    counts_path: Path | None = None,
 ) -> None:
-    """Loads the experts of one FFN rank and serves them until SIGTERM or SIGINT. Needs no engine."""
+    """Loads the experts of one FFN rank and serves them until SIGTERM or SIGINT. Needs no engine.
+
+    counts_path: launches are counted from the first on, and an ``FFNCounts`` is written there at the end.
+    """
     from afd_runtime.server import FFNServer
 
     name = f"FFN rank {ffn_rank}"
@@ -123,16 +146,21 @@ def serve_ffn_rank(
     experts = placement.local_experts(ffn_rank)
     torch_dtype = model_dtype(dtype, spec)
     config.token()  # refused before anything is loaded
+    counts = None if counts_path is None else _kernel_counts()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while loading
     progress = functools.partial(display.progress, name)
     bank = ExpertBank.load(spec, experts, device=device, dtype=torch_dtype, progress=progress)
     server = FFNServer(config, ffn_rank, spec, bank, device=device, dtype=torch_dtype)
     try:
         server.start()
+        if counts is not None:
+            counts.launches.clear()  # of capturing
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.request_stop())
         display.note(name, f"experts {experts.start}-{experts.stop - 1} of {spec.num_experts} ready, {server.endpoint}")
         server.serve_forever()
+        if counts_path is not None and counts is not None:
+            counts_path.write_bytes(msgspec.json.encode(counts.of_server(server)))
     finally:
         server.stop()
 
@@ -140,6 +168,7 @@ def serve_ffn_rank(
 def run_attention_rank(job: AttentionJob, *, display: Display) -> None:
     """Attaches to the FFN ranks, generates for the job's prompts with transformers and writes the result."""
     from afd_runtime.integrations.transformers import load_remote_model
+    from afd_runtime.layer_check import LayerRecorder
     from afd_runtime.remote_experts import AttentionSession
 
     spec = ModelSpec.from_pretrained(job.model)
@@ -147,14 +176,25 @@ def run_attention_rank(job: AttentionJob, *, display: Display) -> None:
     device, dtype = torch.device(job.device), model_dtype(job.dtype, spec)
     session = AttentionSession.connect(config, job.attention_rank, spec, device=device, dtype=dtype)
     try:
-        model = load_remote_model(job.model, session, dtype=dtype, device=device)
+        recorder = LayerRecorder(session, len(spec.expert_layers), job.record_bytes) if job.calls_path else None
+        model = load_remote_model(job.model, recorder or session, dtype=dtype, device=device)
         display.note(f"attention rank {job.attention_rank}", f"attached, prompts: {len(job.prompts)}")
         stop_ids = _stop_ids(model)
+        counts = _kernel_counts() if job.count_kernels else None
         prompts = _generate(model, job, stop_ids)
         layers = {layer: LayerStats.of_session(stats) for layer, stats in session.stats.items()}
     finally:
         session.close()
-    Path(job.result_path).write_bytes(msgspec.json.encode(AttentionResult(prompts, layers, stop_ids)))
+    if recorder is not None:
+        recorder.save(Path(str(job.calls_path)))
+    result = AttentionResult(prompts, layers, stop_ids, dict(counts.launches) if counts else None)
+    Path(job.result_path).write_bytes(msgspec.json.encode(result))
+
+
+def _kernel_counts() -> KernelCounts:
+    from afd_runtime.kernel_counts import KernelCounts
+
+    return KernelCounts.start()
 
 
 def cut_at_stop(token_ids: list[int], stop_ids: Collection[int]) -> list[int]:
