@@ -83,7 +83,7 @@ class AttentionSide(AFDControlPlane):
         self._fabric = create_fabric(config, device)
         self._fingerprint = fingerprint(config, spec, dtype, fingerprint_extra, device)
         self._detached: tuple[str, str] | None = None
-        self._attaching = threading.Lock()
+        self._attaching = threading.RLock()  # which control plane it is, and whether a step begins in it
         self._log = EventLog.of(f"A{attention_rank}", words=device.type == "cpu")
         self.control = self._new_control()
 
@@ -137,10 +137,12 @@ class AttentionSide(AFDControlPlane):
 
     def _reattach_after_loss(self, stage: int) -> None:
         """At the start of a step: where a peer was lost, tries once to attach anew."""
-        loss = self._detached or self.control.loss
-        if loss is None or any(lane.rows is not None for lane in self.lanes):
-            return
-        name, why = loss
+        with self._attaching:  # the thread of another stage may be at it
+            loss = self._detached or self.control.loss
+            if loss is not None and all(lane.rows is None for lane in self.lanes):
+                self._reattach_or_raise(stage, *loss)
+
+    def _reattach_or_raise(self, stage: int, name: str, why: str) -> None:
         lost: dict[str, Any] = {"peer": name, "layer": None, "stage": stage, "step": self.lane(stage).step + 1}
         if self.config.reattach_timeout_s == 0:
             raise AFDPeerLost(f"was lost: {why}", **lost)
@@ -213,18 +215,29 @@ class AttentionSide(AFDControlPlane):
             raise AFDError("rows is empty; allowed: the rows of one stage or more; name each stage of the forward")
         for stage, num_rows in rows.items():
             self._check_begin(num_rows, stage)
+        while not self._begin(rows, flags, streams or {}):
+            pass
+
+    def _begin(
+        self, rows: Mapping[int, int], flags: tuple[bool, bool, bool], streams: Mapping[int, torch.cuda.Stream]
+    ) -> bool:
+        """False where the thread of another stage attached anew meanwhile: nothing was begun."""
         self._reattach_after_loss(next(iter(rows)))
+        control = self.control
         for stage in rows:
             self.lanes[stage].drain()
-            self.control.begin_step(stage, self.lanes[stage].step + 1)
-        for stage, num_rows in rows.items():
-            with torch.cuda.stream((streams or {}).get(stage)):
-                self.lanes[stage].begin(self.control.session, num_rows)
-            self.lanes[stage].looked_at = time.monotonic()
-        for stage in rows:
-            self._note(Event.ANNOUNCE, self.lanes[stage])
-        steps = tuple(StageStep(stage, self.lanes[stage].step, num_rows) for stage, num_rows in rows.items())
-        self.control.announce(Announce(steps, *flags))
+            control.begin_step(stage, self.lanes[stage].step + 1)
+        with self._attaching:
+            if control is not self.control:
+                return False
+            for stage, num_rows in rows.items():
+                with torch.cuda.stream(streams.get(stage)):
+                    self.lanes[stage].begin(control.session, num_rows)
+                self.lanes[stage].looked_at = time.monotonic()
+                self._note(Event.ANNOUNCE, self.lanes[stage])
+            steps = tuple(StageStep(stage, self.lanes[stage].step, num_rows) for stage, num_rows in rows.items())
+            control.announce(Announce(steps, *flags))
+        return True
 
     def _check_begin(self, num_rows: int, stage: int) -> None:
         lane = self.lane(stage)

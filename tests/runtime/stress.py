@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 import torch
@@ -16,26 +17,39 @@ from afd_runtime.remote_experts import AttentionSession
 
 @dataclass
 class Tally:
-    """What one run did. steps: that ended, of all stages; given_up: by this rank; lost: units that a loss ended."""
+    """What one driver did. steps: that ended; given_up: by this rank; lost: units that a loss ended."""
 
     steps: int = 0
     given_up: int = 0
     lost: int = 0
     rows: int = 0
-    sessions: int = 1
 
 
 class Driver:
-    """Draws units of steps from a seed, runs them and compares each reply with the oracle."""
+    """Draws units of steps from a seed, runs them in ``stages`` and compares each reply with the oracle."""
 
-    def __init__(self, session: AttentionSession, seed: int) -> None:
-        self.session, self.spec, self.random = session, session.spec, random.Random(seed)
+    def __init__(self, session: AttentionSession, seed: int, stages: list[int]) -> None:
+        self.session, self.spec, self.random, self.stages = session, session.spec, random.Random(seed), stages
         self.side, self.tally = session.connector.attention, Tally()
+
+    def run(self, steps: int, sessions: int, end: float) -> None:
+        """Units until ``steps`` steps have ended and ``sessions`` sessions were seen. A lost unit is given up."""
+        known = {self.session.session}
+        while self.tally.steps < steps or len(known) < sessions:
+            if time.monotonic() > end:
+                raise TimeoutError(f"stages {self.stages}: {self.tally}, {len(known)} sessions when time was up")
+            try:
+                self.unit()
+            except (AFDPeerLost, AFDStepAborted):
+                self.tally.lost += 1
+                for stage in self.stages:
+                    self.session.abort_step("a peer was lost", stage)
+            known.add(self.session.session)
 
     def unit(self) -> None:
         """One step in a random set of stages, announced at once; a stage may give its step up on the way."""
         draw = self.random
-        stages = sorted(draw.sample(range(self.session.config.num_stages), draw.randint(1, len(self.side.lanes))))
+        stages = sorted(draw.sample(self.stages, draw.randint(1, len(self.stages))))
         cap = self.session.max_rows
         rows = {stage: draw.choice((0, 1, cap, draw.randint(0, cap))) for stage in stages}
         leaves = {stage: draw.randrange(9) for stage in stages if draw.random() < 0.12}  # layer * 3 + where in it
@@ -80,18 +94,19 @@ class Driver:
             time.sleep(self.random.uniform(0.0, 0.01))
 
 
-def random_steps(session: AttentionSession, steps: int, seed: int, *, sessions: int = 1, limit_s: float = 40.0) -> dict:
-    """Units until ``steps`` steps have ended and the rank has been in ``sessions`` sessions. Returns its ``Tally``."""
-    driver, known, end = Driver(session, seed), {session.session}, time.monotonic() + limit_s
-    while driver.tally.steps < steps or len(known) < sessions:
-        if time.monotonic() > end:
-            raise TimeoutError(f"{driver.tally} after {limit_s} s; expected {steps} steps, {sessions} sessions")
-        try:
-            driver.unit()
-        except (AFDPeerLost, AFDStepAborted):
-            driver.tally.lost += 1
-            for stage in range(session.config.num_stages):
-                session.abort_step("a peer was lost", stage)
-        known.add(session.session)
-    driver.tally.sessions = len(known)
-    return asdict(driver.tally)
+def random_steps(
+    session: AttentionSession, steps: int, seed: int, *, sessions: int = 1, threads: bool = False, limit_s: float = 40.0
+) -> dict:
+    """Units until ``steps`` steps have ended and the rank has been in ``sessions`` sessions. Returns its ``Tally``.
+
+    threads: each stage has a thread of its own, and a share of the steps; else one thread drives them all.
+    """
+    stages = range(session.config.num_stages)
+    parts = [[stage] for stage in stages] if threads else [list(stages)]
+    drivers = [Driver(session, seed + 1000 * index, part) for index, part in enumerate(parts)]
+    with ThreadPoolExecutor(len(drivers)) as pool:
+        share, end = -(-steps // len(drivers)), time.monotonic() + limit_s
+        for run in [pool.submit(driver.run, share, sessions, end) for driver in drivers]:
+            run.result()
+    totals = [asdict(driver.tally) for driver in drivers]
+    return {name: sum(total[name] for total in totals) for name in totals[0]}
