@@ -184,7 +184,7 @@ def total_layers(results: list[AttentionResult]) -> dict[int, LayerStats]:
 def _serve(request: GenerateRequest, run_dir: Path, display: Display) -> list[AttentionResult]:
     with ProcessGroup(forward_stderr=request.verbose) as group, _chosen_port(request.port) as port:
         for ffn_rank in range(request.num_ffn_ranks):
-            command = _ffn_command(request, ffn_rank, port, run_dir)
+            command = ffn_command(request, ffn_rank, port, run_dir)
             group.start(f"FFN rank {ffn_rank}", command, runs_to_end=False)
         jobs = _write_jobs(request, port, run_dir)
         workers = [
@@ -251,7 +251,8 @@ def _chosen_port(port: int) -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def _ffn_command(request: GenerateRequest, ffn_rank: int, port: int, run_dir: Path) -> list[str]:
+def ffn_command(request: GenerateRequest, ffn_rank: int, port: int, run_dir: Path) -> list[str]:
+    """The command line of an FFN rank's process, which listens on ``port`` and writes its counts to ``run_dir``."""
     options = {
         "ffn-rank": ffn_rank,
         "ffn-ranks": request.num_ffn_ranks,

@@ -44,7 +44,7 @@ class Afd:
         self.env["PYTHONPATH"] = os.pathsep.join([str(FAULTS), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
     def plant(self, fault: str, planted: Path) -> None:
-        """Plants ``fault`` in the FFN processes of the next runs; each leaves a file in ``planted``."""
+        """Plants ``fault`` in the processes of the next runs; each that has it leaves a file in ``planted``."""
         planted.mkdir()
         self.env |= {"AFD_TEST_FAULT": fault, "AFD_TEST_PLANTED": str(planted)}
 
@@ -100,13 +100,13 @@ def afd() -> Iterator[Afd]:
 def serve(afd: Afd, record_property: Callable[[str, object], None]) -> Callable[..., dict]:
     """Runs ``afd generate --check --json`` and returns its JSON with the exit code; what it compared is reported."""
 
-    def run(model: Path, *arguments: object) -> dict:
-        done = afd.run("generate", model, "--check", "--json", "--dtype=float32", *arguments)
+    def run(model: Path, *arguments: object, dtype: str = "float32") -> dict:
+        done = afd.run("generate", model, "--check", "--json", f"--dtype={dtype}", *arguments)
         assert done.returncode in (0, 1), done.stderr
         result = json.loads(done.stdout)
         fault = afd.env.get("AFD_TEST_FAULT")
         group = " ".join(str(a) for a in arguments if "-ranks" in str(a) or "--placement" in str(a))
-        what = f"{model.name} {group}{f' fault {fault}' if fault else ''}"
+        what = f"{model.name} {dtype} {group}{f' fault {fault}' if fault else ''}"
         record_property(SERVED, f"{what}: {_compared(result['check'])}, exit {done.returncode}")
         return {**result, "exit_code": done.returncode}
 
@@ -114,8 +114,10 @@ def serve(afd: Afd, record_property: Callable[[str, object], None]) -> Callable[
 
 
 def _compared(check: dict) -> str:
-    matched, error = f"{check['matched']}/{check['prompts']} prompts", check["max_logit_error"]
-    return f"{matched}, {check['tokens']} tokens, max logit error {error:.1e}"
+    matched = f"{check['matched']}/{check['prompts']} prompts"
+    if "layer_calls" in check:
+        return f"{matched}, {check['layer_calls']} layer calls, max error {check['max_error']:.1e}"
+    return f"{matched}, {check['tokens']} tokens, max logit error {check['max_logit_error']:.1e}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

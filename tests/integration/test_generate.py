@@ -19,7 +19,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from afd_runtime import cli
+from afd_runtime.generate import GenerateRequest, ffn_command
 from afd_runtime.launch import reserve_port
+from afd_runtime.workers import Prompt
 
 NEW_TOKENS = 32
 MAX_BATCH_TOKENS = 24
@@ -117,10 +119,17 @@ REFUSALS = [
     (["--prompt-ids=1,99999"], "99999"),
     (["--prompt-ids=1,x"], "1,x"),
     (["--dtype=int8"], "int8"),
-    (["--dtype=bfloat16", "--check"], "allowed: float32"),
     (["--ffn-ranks=99"], "99"),
     (["--max-batch-tokens=1"], "max_batch_tokens"),
 ]
+
+
+def test_ranks_that_share_a_gpu_ring_doorbells() -> None:
+    """On any host: all ranks of one command are on one device. On CPUs there are none."""
+    for device, doorbells in (("cuda", True), ("cuda:1", True), ("cpu", None)):
+        request = GenerateRequest(Path("model"), (Prompt(ids=(1,)),), device=device)
+        assert request.config("attention", 1).doorbells is doorbells
+        assert ("--doorbells" in ffn_command(request, 0, 1, Path("run"))) is bool(doorbells)
 
 
 def _refusal(arguments: list[object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> str:

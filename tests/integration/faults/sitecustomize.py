@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plants one fault in the FFN processes of a run. Python imports this module by name at start, from PYTHONPATH.
+"""Plants one fault in the processes of a run. Python imports this module by name at start, from PYTHONPATH.
 
-AFD_TEST_FAULT names the fault; AFD_TEST_PLANTED is a directory in which each faulty process leaves a file;
+AFD_TEST_FAULT names the fault, of FFN processes but for those in ATTENTION_FAULTS; AFD_TEST_PLANTED is a directory in
+which each faulty process leaves a file;
 AFD_TEST_MODULES is a file that gets the names of all modules that the process imported.
 """
 
@@ -54,8 +55,37 @@ def _scaled(weights, last_rank):
             tensor.mul_(1.01)
 
 
+def _scaled_twice(weights, last_rank):
+    weights.w_down.mul_(1.5)  # the routed scale of the small DeepSeek-V2, which the weights of a row hold already
+
+
 def _none(weights, last_rank):
     return None
+
+
+def _lost_weight(ids, weights):
+    weights[:, -1] = 0
+
+
+def _wrong_expert(ids, weights):
+    ids[0, 0] = (ids[0] + 1).max() % 10  # of one row; the smallest of the models with it has 10 experts
+
+
+ATTENTION_FAULTS = {"lost-weight": _lost_weight, "wrong-expert": _wrong_expert}
+
+
+def _plant_in_attention(name: str) -> None:
+    from afd_runtime.remote_experts import AttentionSession
+
+    experts = AttentionSession.experts
+
+    def faulty_experts(self, layer_idx, hidden, topk_ids, topk_weights, stage=0):
+        ids, weights = topk_ids.clone(), topk_weights.clone()
+        ATTENTION_FAULTS[name](ids, weights)
+        return experts(self, layer_idx, hidden, ids, weights, stage)
+
+    AttentionSession.experts = faulty_experts
+    Path(os.environ["AFD_TEST_PLANTED"], str(os.getpid())).touch()
 
 
 def _plant(name: str) -> None:
@@ -72,6 +102,7 @@ def _plant(name: str) -> None:
             "swapped": _swapped(spec.activation.interleaved),
             "last-dropped": _last_dropped,
             "scaled": _scaled,
+            "scaled-twice": _scaled_twice,
         }
         for weights in bank.layers.values():
             if name in faults:
@@ -93,8 +124,11 @@ def _record_modules(path: str) -> None:
     atexit.register(lambda: Path(path).write_text("\n".join(sorted(sys.modules))))
 
 
-if "afd_runtime.cli" in sys.orig_argv and "ffn" in sys.orig_argv:
-    if "AFD_TEST_FAULT" in os.environ:
-        _plant(os.environ["AFD_TEST_FAULT"])
-    if "AFD_TEST_MODULES" in os.environ:
+if "afd_runtime.cli" in sys.orig_argv:
+    fault = os.environ.get("AFD_TEST_FAULT")
+    if "attention-worker" in sys.orig_argv and fault in ATTENTION_FAULTS:
+        _plant_in_attention(fault)
+    if "ffn" in sys.orig_argv and fault not in (None, *ATTENTION_FAULTS):
+        _plant(fault)
+    if "ffn" in sys.orig_argv and "AFD_TEST_MODULES" in os.environ:
         _record_modules(os.environ["AFD_TEST_MODULES"])
