@@ -2,8 +2,8 @@
 """Small seeded checkpoints of real architectures, for tests, examples and a first run without a download.
 
 Default initialisation would make greedy generation cycle through a few tokens and hide wrong experts, so weights are
-drawn so wide that routed experts decide the text: of 32 tokens at least 24 differ. Sizes are odd on purpose.
-Only writing needs transformers.
+drawn so wide that routed experts decide the text: of 32 tokens at least 24 differ. Sizes are odd on purpose, but for
+`deepseek_v2_wide`, whose sizes are those of real models. Only writing needs transformers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ VOCAB_SIZE = 512
 
 @dataclass(frozen=True)
 class DemoModel:
-    """Config of one demo checkpoint, and how wide its weights are drawn (standard deviations)."""
+    """Config of one demo checkpoint, and how wide its weights are drawn (standard deviations).
+
+    model_type: the architecture, where it is not the family's name.
+    """
 
     config: dict[str, Any]
+    model_type: str | None = None
     expert_std: float = 0.3
     gate_std: float = 0.16
     embed_std: float = 0.3
     attention_std: float = 0.1
+    other_std: float = 0.1
     shard_size: str = "10MB"
 
 
@@ -78,36 +83,67 @@ DEMO_MODELS: dict[str, DemoModel] = {
     ),
 }  # fmt: skip
 
+#: Too large for tests without a GPU: 1.1 G parameters, 2.3 GB in bfloat16.
+WIDE_MODELS: dict[str, DemoModel] = {
+    "deepseek_v2_wide": DemoModel(
+        {"hidden_size": 2048, "intermediate_size": 2816, "moe_intermediate_size": 352, "num_hidden_layers": 8,
+         "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+         "qk_nope_head_dim": 128, "v_head_dim": 128, "q_lora_rank": None, "n_routed_experts": 64,
+         "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "topk_method": "greedy",
+         "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
+        model_type="deepseek_v2",
+        expert_std=0.06,
+        gate_std=0.03,
+        attention_std=0.06,
+        other_std=0.02,
+        shard_size="2GB",
+    ),
+}  # fmt: skip
+
 
 def write_demo_model(
-    family: str, path: str | Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, shard_size: str | None = None
+    family: str,
+    path: str | Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shard_size: str | None = None,
+    device: torch.device | str = "cpu",
 ) -> Path:
-    """Writes a checkpoint of `family` (a key of `DEMO_MODELS`) to the new or empty directory `path` and returns it.
+    """Writes a checkpoint of `family` to the new or empty directory `path` and returns it.
 
-    Equal arguments give equal weights. Raises ValueError for an unknown family or a directory that holds something.
+    family: a key of `DEMO_MODELS` or `WIDE_MODELS`. device: that draws the weights; equal arguments give equal weights,
+    another kind of device gives others. Raises ValueError for an unknown family or a directory that holds something.
     """
-    path = Path(path)
-    if family not in DEMO_MODELS:
-        raise ValueError(f"family {family!r} is unknown; choose one of {', '.join(DEMO_MODELS)}.")
+    path, models = Path(path), {**DEMO_MODELS, **WIDE_MODELS}
+    if family not in models:
+        raise ValueError(f"family {family!r} is unknown; choose one of {', '.join(models)}.")
     if path.is_dir() and any(path.iterdir()):
         raise ValueError(f"path {path} is not empty; choose a new directory, or remove this one first.")
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    demo = DEMO_MODELS[family]
-    config = AutoConfig.for_model(family, **{**_COMMON, **demo.config})
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    generator = torch.Generator().manual_seed(seed)
+    demo = models[family]
+    model = _empty_model(demo.model_type or family, demo, dtype).to_empty(device=device)
+    model.tie_weights()
+    generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, tensor in sorted(model.state_dict().items()):
-            if not (name == "lm_head.weight" and config.tie_word_embeddings):
+            if not (name == "lm_head.weight" and model.config.tie_word_embeddings):
                 tensor.copy_(_values(name, tensor.shape, demo, generator))
     model.save_pretrained(path, max_shard_size=shard_size or demo.shard_size)
     return path
 
 
+def _empty_model(model_type: str, demo: DemoModel, dtype: torch.dtype) -> Any:
+    """The engine's model on meta: nothing is allocated or drawn."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        config = AutoConfig.for_model(model_type, **{**_COMMON, **demo.config})
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
 def _values(name: str, shape: torch.Size, demo: DemoModel, generator: torch.Generator) -> torch.Tensor:
     """Float32 values for one tensor; routers, their selection bias and the biases of experts are never zero."""
-    noise = torch.randn(shape, generator=generator)
+    noise = torch.randn(shape, generator=generator, device=generator.device)
     if "norm" in name:
         return 1 + 0.1 * noise
     if name.endswith("e_score_correction_bias"):
@@ -120,17 +156,19 @@ def _values(name: str, shape: torch.Size, demo: DemoModel, generator: torch.Gene
         return demo.embed_std * noise
     if ".self_attn." in name and name.endswith(".weight"):
         return demo.attention_std * noise
-    return 0.1 * noise
+    return demo.other_std * noise
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write a small Mixture-of-Experts checkpoint.")
-    parser.add_argument("family", choices=sorted(DEMO_MODELS))
+    parser.add_argument("family", choices=sorted({**DEMO_MODELS, **WIDE_MODELS}))
     parser.add_argument("path", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
+    parser.add_argument("--device", default="cpu", help="that draws the weights; other kinds draw other ones")
     args = parser.parse_args(argv)
-    print(write_demo_model(args.family, args.path, seed=args.seed, dtype=getattr(torch, args.dtype)))
+    dtype = getattr(torch, args.dtype)
+    print(write_demo_model(args.family, args.path, seed=args.seed, dtype=dtype, device=args.device))
 
 
 if __name__ == "__main__":
