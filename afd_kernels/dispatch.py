@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dispatch (attention side): plan, pack and publish one packed message per FFN rank.
 
-The plan is a stable counting sort in three launches: count (experts of a block of tokens), scan (over blocks), write
-(pair lists, weights, row map). No atomic decides an order. A token goes once to each peer that computes at least one of
-its choices; a choice with weight 0 or id -1 is sent nowhere. The pack kernel copies the rows straight into the peers'
-slots and its last program publishes. Addresses of slots come from a device table, never from an argument.
+A small batch is one launch: each program plans one token and copies its row. A large one is planned in three launches,
+and a fourth copies the rows. Both write the same bytes, and no atomic decides an order. A token goes once to each peer
+that computes at least one of its choices; a choice with weight 0 or id -1 is sent nowhere. Rows go straight into the
+peers' slots, and the last program to finish publishes. Addresses of slots come from a device table, never from an
+argument.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from afd_kernels.message import (
     split_word,
     tensor_at,
 )
-from afd_kernels.plan import carve_plan, launch_plan
+from afd_kernels.plan import carve_plan, launch_plan, rows_of_step
 from afd_kernels.signal import (
     _MODE,
     arrive_last,
@@ -46,8 +47,62 @@ from afd_kernels.signal import (
     ring_ref,
     store_release,
 )
+from afd_kernels.small_plan import NUM_WARPS, is_small, plan_peer, plan_token, small_meta
 
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@triton.jit
+def _publish(slots_ptr, lane_ptr, bells_ptr, counter_ptr, D, HAS_BELLS: tl.constexpr):
+    # the grid's last program: after every program's stores, each peer's word, then its bell
+    if arrive_last(counter_ptr, tl.num_programs(0)):
+        if tl.load(lane_ptr + _MODE) == 1:
+            word = lane_word(lane_ptr)
+            for d in range(D):
+                store_release(tl.load(slots_ptr + d) + 120, word)
+                if HAS_BELLS:
+                    ring(tl.load(bells_ptr + d), word)
+
+
+@triton.jit
+def _store_row(slots_ptr, d, row, x, cols, H, rows_at):
+    # part of a row into a peer's slot; row -1: not sent there
+    slot = (slot_pointer(tl.load(slots_ptr + d)) + rows_at).to(tl.pointer_type(x.dtype))
+    tl.store(slot + row.to(tl.int64) * H + cols, x, mask=cols < tl.where(row >= 0, H, 0))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "layer"], do_not_specialize_on_alignment=["sent_ptr"])
+def _dispatch_kernel(
+    x_ptr, ids_ptr, weights_ptr, bucket_ptr, slots_ptr, lane_ptr, row_map_ptr, sent_ptr, bells_ptr, counter_ptr,
+    num_tokens, E, NB, D, E_LOCAL, H, stride_xm, offsets_at, pairs_at, weights_at, rows_at, layer,
+    TOP_K: tl.constexpr, K_PAD: tl.constexpr, T: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr,
+    BLOCK_H: tl.constexpr, HAS_SENT: tl.constexpr, HAS_BELLS: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    rows = rows_of_step(lane_ptr, num_tokens, False)
+    if pid < D:
+        plan_peer(
+            ids_ptr, weights_ptr, bucket_ptr, slots_ptr, lane_ptr, sent_ptr, pid, rows, num_tokens, E, NB, E_LOCAL,
+            offsets_at, layer, TOP_K, K_PAD, T, E_PAD, False, HAS_SENT,
+        )  # fmt: skip
+    else:
+        token, offs_d = pid - D, tl.arange(0, D_PAD)
+        limit = tl.where(token < rows, H, 0)
+        x_row = x_ptr + token.to(tl.int64) * stride_xm
+        cols = tl.arange(0, BLOCK_H)
+        x = tl.load(x_row + cols, mask=cols < limit)  # under way while the token is planned
+        row_of_peer = plan_token(
+            ids_ptr, weights_ptr, bucket_ptr, slots_ptr, row_map_ptr, token, rows, num_tokens, E, NB, D, E_LOCAL,
+            pairs_at, weights_at, TOP_K, K_PAD, T, D_PAD, False,
+        )  # fmt: skip
+        for first in range(0, limit, BLOCK_H):
+            for d in range(D):
+                row = tl.sum(tl.where(offs_d == d, row_of_peer, 0), axis=0)
+                if row >= 0:
+                    _store_row(slots_ptr, d, row, x, first + cols, H, rows_at)
+            following = first + BLOCK_H + cols
+            x = tl.load(x_row + following, mask=following < limit)
+    _publish(slots_ptr, lane_ptr, bells_ptr, counter_ptr, D, HAS_BELLS)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -57,8 +112,7 @@ def _pack_kernel(
 ):  # fmt: skip
     offs_h = tl.arange(0, BLOCK_H)
     chunks = tl.cdiv(H, BLOCK_H)
-    online = tl.load(lane_ptr + _MODE) == 1
-    rows = tl.where(online, num_tokens, 0)
+    rows = tl.where(tl.load(lane_ptr + _MODE) == 1, num_tokens, 0)
     for work in range(tl.program_id(0), rows * chunks, tl.num_programs(0)):
         token = (work // chunks).to(tl.int64)
         cols = (work % chunks) * BLOCK_H + offs_h
@@ -66,16 +120,8 @@ def _pack_kernel(
         for d in range(D):
             row = tl.load(row_map_ptr + d * num_tokens + token)
             if row >= 0:
-                slot = slot_pointer(tl.load(slots_ptr + d)) + rows_at
-                out = slot.to(tl.pointer_type(x_ptr.dtype.element_ty)) + row.to(tl.int64) * H
-                tl.store(out + cols, x, mask=cols < H)
-    if arrive_last(counter_ptr, tl.num_programs(0)):
-        if online:
-            word = lane_word(lane_ptr)
-            for d in range(D):
-                store_release(tl.load(slots_ptr + d) + 120, word)
-                if HAS_BELLS:
-                    ring(tl.load(bells_ptr + d), word)
+                _store_row(slots_ptr, d, row, x, cols, H, rows_at)
+    _publish(slots_ptr, lane_ptr, bells_ptr, counter_ptr, D, HAS_BELLS)
 
 
 def dispatch(
@@ -144,6 +190,16 @@ def _dispatch(
                      layer=layer, row_map=row_map, sent=sent, bells=bells)  # fmt: skip
         return
     counter, starts, counts = carve_plan(Carver(workspace), num_tokens, layout.top_k, num_experts, num_peers)
+    if is_small(num_tokens, layout.top_k, num_peers * num_experts):
+        _dispatch_kernel[(max(1, num_peers + num_tokens),)](
+            x, topk_ids, topk_weights, expert_bucket, slots, lane, row_map, sent, bells, counter, num_tokens,
+            expert_bucket.numel(), num_peers * num_experts, num_peers, num_experts, hidden_size, x.stride(0),
+            *(layout.offset(field) for field in ("expert_offsets", "pairs", "weights", "rows")), layer,
+            **small_meta(layout.top_k, num_experts, num_peers),
+            BLOCK_H=min(8192, triton.next_power_of_2(hidden_size)), HAS_SENT=sent is not None,
+            HAS_BELLS=bells is not None, num_warps=NUM_WARPS, enable_fp_fusion=True,
+        )  # fmt: skip
+        return
     launch_plan(topk_ids, topk_weights, expert_bucket, slots, lane, row_map, counts, starts, layout, num_peers, layer,
                 local=False, sent=sent)  # fmt: skip
     block_h = min(2048, triton.next_power_of_2(hidden_size))

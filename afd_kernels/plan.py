@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan: which row goes where, for each peer's experts. A stable counting sort in three launches.
+"""The plan of a large batch: which row goes where, for each peer's experts. A stable counting sort in three launches.
 
 Count (experts of a block of tokens), scan (over blocks), write (pair lists, weights, row map). No atomic decides an
 order: lists are sorted by local expert, then by token. ``dispatch`` plans into the peers' slots, ``fused_experts`` into
-memory of its own.
+memory of its own. A small batch is planned in one launch (``small_plan``), with the same result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def slot_address(slots_ptr, peer, LOCAL: tl.constexpr):
 
 
 @triton.jit
-def _is_online(lane_ptr, LOCAL: tl.constexpr):
+def is_online(lane_ptr, LOCAL: tl.constexpr):
     if LOCAL:
         return tl.full((), 1, tl.int64) == 1
     else:
@@ -44,20 +44,20 @@ def _is_online(lane_ptr, LOCAL: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_step(lane_ptr, num_tokens, LOCAL: tl.constexpr):
+def rows_of_step(lane_ptr, num_tokens, LOCAL: tl.constexpr):
     if LOCAL:
         return num_tokens
     else:
         rows = tl.minimum(tl.load(lane_ptr + _ROWS), num_tokens).to(tl.int32)
-        return tl.where(_is_online(lane_ptr, LOCAL), rows, 0)
+        return tl.where(is_online(lane_ptr, LOCAL), rows, 0)
 
 
 @triton.jit
-def _block_buckets(
-    ids_ptr, weights_ptr, bucket_ptr, rows, E, NB, TOP_K: tl.constexpr, K_PAD: tl.constexpr, T: tl.constexpr
-):
-    # [T, K_PAD] bucket (peer * local experts + local expert) and weight of each choice; NB where it is sent nowhere
-    token = tl.program_id(0) * T + tl.arange(0, T)
+def choices(ids_ptr, weights_ptr, bucket_ptr, token, rows, E, NB, TOP_K: tl.constexpr, K_PAD: tl.constexpr):
+    """[T, K_PAD] bucket (peer * local experts + local expert) and weight of each choice of T tokens.
+
+    A choice that is sent nowhere has bucket NB and weight 0.
+    """
     offs_k = tl.arange(0, K_PAD)
     mask = (token[:, None] < rows) & (offs_k[None, :] < TOP_K)
     at = token.to(tl.int64)[:, None] * TOP_K + offs_k[None, :]
@@ -66,7 +66,40 @@ def _block_buckets(
     real = mask & (ids >= 0) & (ids < E) & (weight != 0.0)
     bucket = tl.load(bucket_ptr + ids, mask=real, other=-1)
     real = real & (bucket >= 0) & (bucket < NB)
-    return token, tl.where(real, bucket, NB), tl.where(real, weight, 0.0)
+    return tl.where(real, bucket, NB), tl.where(real, weight, 0.0)
+
+
+@triton.jit
+def write_peer(
+    slots_ptr, lane_ptr, sent_ptr, d, totals, rows, num_tokens, E_LOCAL, offsets_at, layer,
+    E_PAD: tl.constexpr, LOCAL: tl.constexpr, HAS_SENT: tl.constexpr,
+):  # fmt: skip
+    """Writes one peer's expert offsets and header, and adds to the rows sent. Returns where its lists start: [E_PAD].
+
+    totals: [E_PAD], pairs of each local expert, 0 past them. rows: of the message.
+    """
+    offs_e = tl.arange(0, E_PAD)
+    starts = tl.cumsum(totals, axis=0) - totals
+    online = is_online(lane_ptr, LOCAL)
+    if HAS_SENT:
+        tl.store(sent_ptr + d, tl.load(sent_ptr + d) + tl.where(online, rows, 0))
+    slot = slot_address(slots_ptr, d, LOCAL)
+    offsets = (slot + offsets_at).to(tl.pointer_type(tl.int32))
+    tl.store(offsets + offs_e, starts, mask=offs_e < tl.where(online, E_LOCAL + 1, 0))
+    header = slot.to(tl.pointer_type(tl.int32))
+    if LOCAL:
+        word = tl.zeros((), tl.int64)
+    else:
+        word = lane_word(lane_ptr)
+    h = tl.arange(0, 16)
+    value = tl.where(h == 0, _H_MAGIC, tl.where(h == 1, _H_VERSION, tl.where(h == 4, layer, 0)))
+    value = tl.where(h == 2, ((word >> 48) & 0xFFFF).to(tl.int32), value)
+    value = tl.where(h == 3, ((word >> 16) & 0xFFFFFFFF).to(tl.int32), value)
+    value = tl.where(h == 5, (word & 0xFFFF).to(tl.int32), value)
+    value = tl.where(h == 6, tl.where(LOCAL, num_tokens, rows), value)
+    value = tl.where(h == 7, tl.sum(totals, axis=0), value)
+    tl.store(header + h, value, mask=h < tl.where(online, 9, 0))
+    return starts
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -74,8 +107,9 @@ def _plan_count_kernel(
     ids_ptr, weights_ptr, bucket_ptr, lane_ptr, counts_ptr, num_tokens, E, NB, D, E_LOCAL,
     TOP_K: tl.constexpr, K_PAD: tl.constexpr, T: tl.constexpr, NB_PAD: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
-    rows = _rows_of_step(lane_ptr, num_tokens, LOCAL)
-    token, bucket, _ = _block_buckets(ids_ptr, weights_ptr, bucket_ptr, rows, E, NB, TOP_K, K_PAD, T)
+    rows = rows_of_step(lane_ptr, num_tokens, LOCAL)
+    token = tl.program_id(0) * T + tl.arange(0, T)
+    bucket, _ = choices(ids_ptr, weights_ptr, bucket_ptr, token, rows, E, NB, TOP_K, K_PAD)
     counts = tl.histogram(tl.reshape(bucket, (T * K_PAD,)), NB_PAD)
     out = counts_ptr + tl.program_id(0).to(tl.int64) * (NB + D)
     offs = tl.arange(0, NB_PAD)
@@ -107,27 +141,10 @@ def _plan_scan_kernel(
         carry += tl.sum(counts, axis=0)
     rows = tl.sum(tl.where(offs_e == E_LOCAL, carry, 0), axis=0)
     totals = tl.where(offs_e < E_LOCAL, carry, 0)
-    starts = tl.cumsum(totals, axis=0) - totals
+    starts = write_peer(
+        slots_ptr, lane_ptr, sent_ptr, d, totals, rows, num_tokens, E_LOCAL, offsets_at, layer, E_PAD, LOCAL, HAS_SENT
+    )
     tl.store(starts_ptr + d * E_LOCAL + offs_e, starts, mask=offs_e < E_LOCAL)
-    pairs = tl.sum(totals, axis=0)
-    online = _is_online(lane_ptr, LOCAL)
-    if HAS_SENT:
-        tl.store(sent_ptr + d, tl.load(sent_ptr + d) + tl.where(online, rows, 0))
-    slot = slot_address(slots_ptr, d, LOCAL)
-    offsets = (slot + offsets_at).to(tl.pointer_type(tl.int32))
-    tl.store(offsets + offs_e, starts, mask=offs_e < tl.where(online, E_LOCAL + 1, 0))
-    header = slot.to(tl.pointer_type(tl.int32))
-    if LOCAL:
-        word = tl.zeros((), tl.int64)
-    else:
-        word = lane_word(lane_ptr)
-    h = tl.arange(0, 16)
-    value = tl.where(h == 0, _H_MAGIC, tl.where(h == 1, _H_VERSION, tl.where(h == 4, layer, 0)))
-    value = tl.where(h == 2, ((word >> 48) & 0xFFFF).to(tl.int32), value)
-    value = tl.where(h == 3, ((word >> 16) & 0xFFFFFFFF).to(tl.int32), value)
-    value = tl.where(h == 5, (word & 0xFFFF).to(tl.int32), value)
-    value = tl.where(h == 6, tl.where(LOCAL, num_tokens, rows), tl.where(h == 7, pairs, value))
-    tl.store(header + h, value, mask=h < tl.where(online, 9, 0))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -137,8 +154,9 @@ def _plan_write_kernel(
     TOP_K: tl.constexpr, K_PAD: tl.constexpr, T: tl.constexpr, LOCAL: tl.constexpr,
 ):  # fmt: skip
     P: tl.constexpr = T * K_PAD
-    rows = _rows_of_step(lane_ptr, num_tokens, LOCAL)
-    token, bucket, weight = _block_buckets(ids_ptr, weights_ptr, bucket_ptr, rows, E, NB, TOP_K, K_PAD, T)
+    rows = rows_of_step(lane_ptr, num_tokens, LOCAL)
+    token = tl.program_id(0) * T + tl.arange(0, T)
+    bucket, weight = choices(ids_ptr, weights_ptr, bucket_ptr, token, rows, E, NB, TOP_K, K_PAD)
     base = counts_ptr + tl.program_id(0).to(tl.int64) * (NB + D)
     offs_p = tl.arange(0, P)
     flat = tl.reshape(bucket, (P,))
@@ -201,8 +219,8 @@ def launch_plan(
     e_pad = triton.next_power_of_2(layout.num_experts + 1)
     _plan_scan_kernel[(num_peers,)](
         counts, starts, slots, lane, sent, blocks, num_tokens, buckets, num_peers, layout.num_experts,
-        layout.offset("expert_offsets"), layer, BLOCKS=max(1, 4096 // e_pad), E_PAD=e_pad, LOCAL=local,
-        HAS_SENT=sent is not None, enable_fp_fusion=True,
+        layout.offset("expert_offsets"), layer, BLOCKS=max(1, 8192 // e_pad), E_PAD=e_pad, LOCAL=local,
+        HAS_SENT=sent is not None, num_warps=8, enable_fp_fusion=True,
     )  # fmt: skip
     _plan_write_kernel[(blocks,)](
         topk_ids, topk_weights, bucket, lane, counts, starts, slots, row_map, *sizes, layout.offset("pairs"),

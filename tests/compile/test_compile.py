@@ -180,37 +180,39 @@ def _exchange(dtype: torch.dtype) -> tuple[Launch, ...]:
     return tuple(exchange(dtype))
 
 
-EXCHANGE = ("_plan_count_kernel", "_plan_scan_kernel", "_plan_write_kernel", "_pack_kernel", "_wait_kernel",
-            "_merge_kernel", "_reply_kernel", "_combine_kernel")  # fmt: skip
+SMALL = ("_dispatch_kernel",)
+LARGE = ("_plan_count_kernel", "_plan_scan_kernel", "_plan_write_kernel", "_pack_kernel")
+EXCHANGE = ("_wait_kernel", "_merge_kernel", "_reply_kernel", "_combine_kernel")
 
 
+@pytest.mark.parametrize("tokens,plan", [(64, SMALL), (640, LARGE)], ids=["small", "large"])
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)
-def test_exchange(dtype, card):
-    ptx = card.build_all(exchange(dtype), *EXCHANGE)
+def test_exchange(dtype, tokens, plan, card):
+    ptx = card.build_all(exchange(dtype, tokens=tokens), *plan, *EXCHANGE)
     assert "ld.acquire.sys.global" in ptx["_wait_kernel"]
-    for name in ("_pack_kernel", "_reply_kernel"):
+    publishers = (plan[-1], "_reply_kernel")
+    for name in publishers:
         text = ptx[name]
         assert "st.release.sys.global" in text
         # the arrival that decides which program publishes comes after a barrier and before the word
-        barrier, arrive, publish = text.rfind("bar.sync"), text.find("atom"), text.find("st.release.sys.global")
+        barrier, arrive, publish = text.rfind("bar.sync"), text.find("atom.global"), text.find("st.release.sys.global")
         assert 0 < barrier and 0 < arrive < publish, (barrier, arrive, publish)
         assert text[arrive:].startswith("atom.global.gpu.acq_rel.add")
         assert "bar.sync" in text[:arrive]
-    for name in ("_pack_kernel", "_reply_kernel", "_combine_kernel"):  # rows move 16 bytes a thread, both ways
+    for name in (*publishers, "_combine_kernel"):  # rows move 16 bytes a thread, both ways
         assert not re.search(r"(ld|st)\.global(\.\w+)*\.[bu]16", ptx[name]), name
-    assert not any("st.release.sys" in ptx[n] for n in EXCHANGE if n not in ("_pack_kernel", "_reply_kernel"))
+    assert not any("st.release.sys" in ptx[n] for n in {*plan, *EXCHANGE} - {*publishers})
 
 
-@pytest.mark.parametrize("experts,top_k,peers,lanes", [(384, 32, 1, 1), (160, 6, 8, 8), (62, 1, 3, 5)])
-def test_exchange_of_other_sizes(experts, top_k, peers, lanes):
-    launches = exchange(
-        HALF, experts=experts, top_k=top_k, peers=peers, lanes=lanes, hidden=7168, tokens=640, reply_dtype=FULL
-    )
-    Card(90).build_all(launches, *EXCHANGE)
+@pytest.mark.parametrize("tokens,plan", [(16, SMALL), (8192, LARGE)], ids=["small", "large"])
+@pytest.mark.parametrize("experts,top_k,peers,lanes", [(384, 32, 1, 1), (160, 6, 8, 8), (62, 1, 3, 5), (256, 8, 64, 1)])
+def test_exchange_of_other_sizes(experts, top_k, peers, lanes, tokens, plan):
+    sizes = {"experts": experts, "top_k": top_k, "peers": peers, "lanes": lanes, "tokens": tokens}
+    Card(90).build_all(exchange(HALF, hidden=7168, reply_dtype=FULL, **sizes), *plan, *EXCHANGE)
 
 
 def test_layer(card):
-    card.build_all(layer(HALF), "_merge_kernel", "_weighted_sum_kernel", "_p_experts_up_kernel")
+    card.build_all(layer(HALF), "_small_plan_kernel", "_merge_kernel", "_weighted_sum_kernel", "_p_experts_up_kernel")
 
 
 @pytest.mark.parametrize("dtype", [HALF, FULL], ids=str)

@@ -34,8 +34,8 @@ from afd_kernels.layer import fused_experts_ref
 from afd_kernels.reply import reply_ref
 from afd_kernels.testing import assert_close, expert_inputs, moe_oracle, poison
 
-LAYER = ("_plan_count_kernel", "_plan_scan_kernel", "_plan_write_kernel", "_merge_kernel", "_p_experts_up_kernel",
-         "_p_experts_down_kernel", "_weighted_sum_kernel")  # fmt: skip
+LAYER = ("_small_plan_kernel", "_merge_kernel", "_p_experts_up_kernel", "_p_experts_down_kernel",
+         "_weighted_sum_kernel")  # fmt: skip
 GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0, interleaved=True)
 
 

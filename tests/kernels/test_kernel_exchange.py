@@ -20,9 +20,8 @@ from afd_kernels import (
 )
 from afd_kernels.testing import assert_close, expert_inputs, moe_oracle, poison
 
-KERNELS = ("_plan_count_kernel", "_plan_scan_kernel", "_plan_write_kernel", "_pack_kernel", "_wait_kernel",
-           "_merge_kernel", "_p_experts_up_kernel", "_p_experts_down_kernel", "_reply_kernel",
-           "_combine_kernel")  # fmt: skip
+KERNELS = ("_dispatch_kernel", "_wait_kernel", "_merge_kernel", "_p_experts_up_kernel", "_p_experts_down_kernel",
+           "_reply_kernel", "_combine_kernel")  # fmt: skip
 GPT_OSS = SwiGLU(alpha=1.702, beta=1.0, limit=7.0, interleaved=True)
 
 
@@ -90,7 +89,7 @@ def test_sizes(peers, lanes, experts, top_k, placement, launches):
     case = Case(peers, lanes, experts, top_k, torch.float32, placement=placement, tokens=4)
     case.check(case.run())
     launches.expect(*KERNELS)
-    assert launches["_pack_kernel"] == lanes and launches["_reply_kernel"] == peers
+    assert launches["_dispatch_kernel"] == lanes and launches["_reply_kernel"] == peers
 
 
 @pytest.mark.parametrize("reply_dtype", [None, torch.float32])

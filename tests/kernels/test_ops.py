@@ -130,11 +130,11 @@ CALLS = {"route": call_route, "top_k_from_logits": call_top_k, "dispatch": call_
 
 
 EXPERT_KERNELS = ("_p_experts_up_kernel", "_p_experts_down_kernel")
-PLAN = ("_plan_count_kernel", "_plan_scan_kernel", "_plan_write_kernel")
 KERNELS = {"route": ("_gate_kernel", "_top_k_kernel"), "top_k_from_logits": ("_top_k_kernel",),
-           "dispatch": (*PLAN, "_pack_kernel"), "arrival": ("_merge_kernel",), "experts_forward": EXPERT_KERNELS,
+           "dispatch": ("_dispatch_kernel",), "arrival": ("_merge_kernel",), "experts_forward": EXPERT_KERNELS,
            "reply": ("_reply_kernel",), "combine": ("_combine_kernel",), "wait": ("_wait_kernel",),
-           "fused_experts": (*PLAN, "_merge_kernel", *EXPERT_KERNELS, "_weighted_sum_kernel")}  # fmt: skip
+           "fused_experts": ("_small_plan_kernel", "_merge_kernel", *EXPERT_KERNELS,
+                             "_weighted_sum_kernel")}  # fmt: skip
 
 
 def result_of(name: str, function):
