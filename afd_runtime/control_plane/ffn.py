@@ -264,6 +264,7 @@ class FFNControlPlane:
         self._watcher.send(link, refusal)
 
     def _on_newcomer(self, link: Link, message: Register | Hello) -> None:
+        self._watcher.lose_ended()
         if self._rendezvous is None:
             refusal: Refused | None = Refused("rank", f"{self.name} is not the rendezvous; connect to FFN rank 0")
         elif isinstance(message, Register):
@@ -298,6 +299,7 @@ class FFNControlPlane:
         return None
 
     def _on_attach(self, link: Link, message: Attach) -> None:
+        self._watcher.lose_ended()
         peer, refusal = message.peer, self._attach_refusal(message)
         if refusal is not None:
             return self._refuse(link, refusal)

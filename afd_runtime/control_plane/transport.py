@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import os
+import select
 import threading
 import time
 import weakref
@@ -133,6 +134,15 @@ class Watcher:
                 logger.debug("no pidfd for process %d: relying on heartbeats", pid)
 
         self.post(begin)
+
+    def lose_ended(self) -> None:
+        """On this thread: loses the peers whose processes have ended, before a successor's frame that came as early."""
+        for link in self._all_links():
+            ended = select.poll()
+            if link.pidfd >= 0:
+                ended.register(link.pidfd, select.POLLIN)
+            if ended.poll(0):
+                self._lose(link, f"process {link.pid} ended")
 
     def close_link(self, link: Link) -> None:
         """Closes a connection without reporting it."""

@@ -30,7 +30,7 @@ from afd_runtime.control_plane.messages import (
     decode,
     encode,
 )
-from afd_runtime.control_plane.transport import Watcher
+from afd_runtime.control_plane.transport import Link, Watcher
 from afd_runtime.errors import AFDConfigError, AFDProtocolError
 from afd_runtime.window import LocalHandle, ShmHandle
 
@@ -158,6 +158,24 @@ def test_watcher_reports_an_ended_process_at_once_and_a_silent_one_in_time() -> 
 
 
 @pytest.mark.timeout(30)
+def test_an_ended_process_is_lost_before_a_frame_of_its_successor_is_read() -> None:
+    lost: list = []
+    watcher = Watcher("server", lambda *_: None, lambda *what: lost.append(what), 3.0)
+    ended, alive = (subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2))
+    links = [watcher._links.setdefault(name, Link(name.decode(), name)) for name in (b"ended", b"alive")]
+    for link, process in zip(links, (ended, alive), strict=True):
+        link.watched, link.pid, link.pidfd = True, process.pid, os.pidfd_open(process.pid)
+    watcher.lose_ended()
+    assert not lost
+    ended.kill()
+    ended.wait()
+    watcher.lose_ended()
+    assert lost == [(links[0], f"process {ended.pid} ended")] and list(watcher._links) == [b"alive"]
+    alive.kill()
+    alive.wait()
+    watcher.stop()
+
+
 def test_watching_a_peer_again_opens_no_further_file() -> None:
     got = Events()
     server = Watcher("server", lambda link, message: got.append((link, message)), lambda *_: None, 3.0)
