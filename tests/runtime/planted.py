@@ -66,7 +66,8 @@ class PlantedBank(Bank):
 
     def forward(self, layer_idx: int, schedule: Any, **buffers: Any) -> torch.Tensor:
         if self.delays.is_cuda:
-            _planted_kernel[(1,)](self.flag, self.next_call, self.delays, len(self.delays_ms), num_warps=1)
+            _planted_kernel[(1,)](self.flag, self.next_call, self.delays, len(self.delays_ms), num_warps=1,
+                                  enable_fp_fusion=True)  # fmt: skip
         else:
             time.sleep(self.delays_ms[self.calls % len(self.delays_ms)] * 1e-3)
             while self.flag[0] == _HANGS:
@@ -128,8 +129,9 @@ def _captured(session: AttentionSession) -> Callable[[int, Inputs], torch.Tensor
     engine = Engine(session)
 
     def run(rows: int, inputs: Inputs) -> torch.Tensor:
-        engine.launch(rows, tuple(tensor.cuda() for tensor in inputs))
-        out = engine.finish().cpu()
+        with torch.cuda.stream(engine.stream):
+            engine.launch(rows, tuple(tensor.cuda() for tensor in inputs))
+            out = engine.finish().cpu()
         assert not out[:, rows:].any(), "rows past the step's count come back as zero"
         return out[:, :rows]
 
@@ -160,6 +162,11 @@ def other_layers(session: AttentionSession, rows: int, seed: int) -> None:
     for index, layer in enumerate(session.spec.expert_layers[1:], 1):
         session.experts(layer, *(tensor.to(device) for tensor in random_layer(session.spec, rows, seed + index)))
     session.end_step()
+
+
+def graphs_captured(session: AttentionSession) -> int:
+    """How often this process captured its layers."""
+    return _captured.cache_info().misses
 
 
 def last_step(session: AttentionSession) -> int:
