@@ -79,6 +79,7 @@ class FFNControlPlane:
         self.layout, self.fabric, self.doorbells = layout, fabric, doorbells
         self.name = f"FFN rank {ffn_rank}"
         self.endpoint = ""
+        self._served = placement.attention_peers(ffn_rank)
         self._fingerprint, self._totals, self._token = fingerprint, totals, config.token()
         self._changed = threading.Condition()
         self._sequencer = Sequencer()
@@ -179,7 +180,7 @@ class FFNControlPlane:
     def enter_step(self, order: Order, abort: AbortCell) -> list[Member]:
         """The lanes of ``order`` that are served here and still in it; from now on a loss among them sets its flag."""
         with self._changed:
-            return self.lanes.enter(order, abort, self.placement.attention_peers(self.ffn_rank))
+            return self.lanes.enter(order, abort, self._served)
 
     def take_losses(self, stage: int) -> list[tuple[int, str]]:
         """(attention rank, why) of the lanes that left the active step; the loop touches their slots no more."""
@@ -294,7 +295,8 @@ class FFNControlPlane:
             )
         if not 1 <= message.session <= MAX_SESSION:
             return Refused("session", f"session is {message.session}; allowed: 1 … {MAX_SESSION}")
-        if peer.rank in self.lanes.ranks:
+        lane = self.lanes.ranks.get(peer.rank)
+        if lane is not None and not self._watcher.supersede(lane.link, peer.pid):
             return Refused("rank", f"attention rank {peer.rank} is already attached to {self.name}; end that process")
         return None
 

@@ -87,7 +87,7 @@ class Rendezvous:
         if refusal is not None:
             return refusal
         taken = [other for other, (rank, _) in self._sessions.items() if rank == peer.rank and other is not link]
-        if taken:
+        if taken and not self._watcher.supersede(taken[0], peer.pid):
             return Refused(
                 "rank",
                 f"attention rank {peer.rank} is already attached, as process {taken[0].pid}; choose a free rank, or "

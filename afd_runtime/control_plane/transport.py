@@ -144,6 +144,13 @@ class Watcher:
             if ended.poll(0):
                 self._lose(link, f"process {link.pid} ended")
 
+    def supersede(self, link: Link, pid: int) -> bool:
+        """On this thread: loses ``link`` if its own process ``pid`` connects anew, which noticed a loss before us."""
+        if link.pid != pid or pid == os.getpid():
+            return False
+        self._lose(link, f"process {pid} connected anew")
+        return True
+
     def close_link(self, link: Link) -> None:
         """Closes a connection without reporting it."""
         self.post(lambda: self._close(link))
