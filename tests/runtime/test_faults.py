@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from faults import (
     stop_ffn,
 )
 from group import SPEC, Failed, new_group, oracle
-from planted import DenseOracle, answers, other_layers, random_step
+from planted import HANG, DenseOracle, answers, other_layers, random_step
 from proxy import Proxy
 
 from afd_runtime.remote_experts import AttentionSession
@@ -98,3 +100,19 @@ def test_cut_control_connection() -> None:
         cut_control(scene, proxy)
         (report,) = scene.end()
     assert any("attention rank 0 left" in text and "was silent for" in text for text in report["warnings"])
+
+
+def test_control_connection_cut_one_way() -> None:
+    """Only attention has noticed it when the connection is restored: it takes its own place, not another's."""
+    with new_group(1, 1, liveness_timeout_s=3.0) as group, contextlib.closing(Proxy()) as proxy:
+        scene = Scene.start(group, proxy=proxy)
+        where, cut = scene.open_step(), partial(proxy.cut, both_ways=False)
+        os.kill(scene.ffn[0].process.pid, HANG)
+        attention = scene.attention[0].start("run", other_layers, 5, scene.seed)
+        fault = scene.fails("control connection cut one way", cut, attention, limit_s=6)
+        check(fault, "AFDPeerLost", "silence", where)
+        os.kill(scene.ffn[0].process.pid, HANG)
+        proxy.restore()
+        fault.survived(f"the same processes, at once; {scene.answer(0)}")
+        (report,) = scene.end()
+    assert any(f"process {attention.process.pid} connected anew" in text for text in report["warnings"])
