@@ -92,9 +92,10 @@ WIDE_MODELS: dict[str, DemoModel] = {
          "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "topk_method": "greedy",
          "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
         model_type="deepseek_v2",
-        expert_std=0.06,
+        expert_std=0.04,
         gate_std=0.03,
-        attention_std=0.06,
+        embed_std=1.0,
+        attention_std=0.03,
         other_std=0.02,
         shard_size="2GB",
     ),
@@ -121,7 +122,7 @@ def write_demo_model(
     if path.is_dir() and any(path.iterdir()):
         raise ValueError(f"path {path} is not empty; choose a new directory, or remove this one first.")
     demo = models[family]
-    model = _empty_model(demo.model_type or family, demo, dtype).to_empty(device=device)
+    model = empty_model(demo.model_type or family, demo, dtype).to_empty(device=device)
     model.tie_weights()
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
@@ -132,8 +133,8 @@ def write_demo_model(
     return path
 
 
-def _empty_model(model_type: str, demo: DemoModel, dtype: torch.dtype) -> Any:
-    """The engine's model on meta: nothing is allocated or drawn."""
+def empty_model(model_type: str, demo: DemoModel, dtype: torch.dtype) -> Any:
+    """The engine's model of `demo` on meta: nothing is allocated or drawn."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):

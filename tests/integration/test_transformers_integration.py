@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from afd_kernels import fused_experts
 from afd_runtime import _greedy
-from afd_runtime.demo_models import DEMO_MODELS, write_demo_model
+from afd_runtime.demo_models import DEMO_MODELS, WIDE_MODELS, empty_model, write_demo_model
 from afd_runtime.integrations.transformers import greedy_generate, load_remote_model
 from afd_runtime.model_spec import ModelError, ModelSpec
 
@@ -290,6 +290,17 @@ def test_prefill_chunks_and_stop_tokens(checkpoint: Callable, undivided: Callabl
 def test_the_reference_refuses_to_run_beside_this_project() -> None:
     with pytest.raises(RuntimeError, match="afd_runtime"):
         _greedy.assert_undivided()
+
+
+def test_the_wide_demo_model_is_of_realistic_width() -> None:
+    demo = WIDE_MODELS["deepseek_v2_wide"]
+    model = empty_model("deepseek_v2", demo, torch.bfloat16)
+    experts = model.model.layers[1].mlp.experts
+    assert tuple(experts.gate_up_proj.shape) == (64, 2 * 352, 2048) and tuple(experts.down_proj.shape) == (64, 2048, 352)
+    assert not hasattr(model.model.layers[0].mlp, "experts") and len(model.model.layers) == 8
+    parameters = sum(p.numel() for p in model.parameters())
+    assert 1.0e9 < parameters < 1.2e9
+    assert all(p.is_meta for p in model.parameters()) and experts.gate_up_proj.dtype == torch.bfloat16
 
 
 def test_demo_models(tmp_path: Path) -> None:
