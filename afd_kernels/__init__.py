@@ -25,7 +25,7 @@ from afd_kernels.message import (
 from afd_kernels.reply import REPLY_WORKSPACE, reply
 from afd_kernels.routing import route, route_workspace, top_k_from_logits
 from afd_kernels.signal import Status, StatusCode, wait
-from afd_kernels.step import INBOX_FIELDS, StepMember, begin_step, enter_step, fill_inbox
+from afd_kernels.step import INBOX_FIELDS, StepMember, begin_step, enter_step, fill_inbox, leave_step
 from afd_kernels.support import supported
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "fused_experts",
     "fused_experts_workspace",
     "fused_moe",
+    "leave_step",
     "new_schedule",
     "pick",
     "pick_experts",

@@ -132,7 +132,8 @@ def _p_experts_up_kernel(
         )
         lane, pair = _pairs_of_tile(pair_address_ptr, lane_prefix_ptr, lane_start_ptr, expert, offs_r, mask_r, A, A_PAD)
         rows = tl.load(row_address_ptr + lane) + (pair // TOP_K).to(tl.int64) * row_bytes
-        x_ptrs = tl.multiple_of(rows, ALIGN).to(tl.pointer_type(w_ptr.dtype.element_ty))
+        # of the pointer: the alignment of an address does not outlive its cast
+        x_ptrs = tl.multiple_of(rows.to(tl.pointer_type(tl.uint8)), ALIGN).to(tl.pointer_type(w_ptr.dtype.element_ty))
         offs_k = tl.arange(0, BLOCK_K)
         offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         mask_n = offs_n < N

@@ -25,6 +25,7 @@ from afd_kernels.signal import (
     _ROWS,
     _WORD,
     BELL_OPEN,
+    CLOCK_FIELDS,
     check_lanes,
     check_optional,
 )
@@ -101,8 +102,9 @@ def fill_inbox(inbox: torch.Tensor, members: Sequence[StepMember]) -> None:
 
     inbox: int64[A, 8] in host memory (pinned, where the tables are on a GPU), written.
     """
-    check_tensor("inbox", inbox, shape=(None, INBOX_FIELDS), dtypes=(torch.int64,), like=inbox, contiguous=True)
-    check(inbox.device.type == "cpu", f"inbox is on {inbox.device}; allowed: host memory")
+    if inbox.dtype != torch.int64 or inbox.dim() != 2 or inbox.shape[1] != INBOX_FIELDS or inbox.is_cuda:
+        given = f"{inbox.dtype}{list(inbox.shape)} on {inbox.device}"
+        raise ValueError(f"inbox is {given}; allowed: int64[A, {INBOX_FIELDS}] in host memory")
     lanes = inbox.shape[0]
     values = [0] * (lanes * INBOX_FIELDS)
     for member in members:
@@ -188,3 +190,24 @@ def enter_step_ref(inbox, slots, reply_slots, lanes, *, peer_bells=None, bells=N
 
 def _set_bells_ref(bells, member):
     bells.copy_(torch.where(member, bells & ~BELL_OPEN, bells | BELL_OPEN))
+
+
+@triton.jit(do_not_specialize=["size"])
+def _leave_kernel(clocks_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    for first in range(0, size, BLOCK):
+        offs = first + tl.arange(0, BLOCK)
+        tl.store(out_ptr + offs, tl.load(clocks_ptr + offs, mask=offs < size), mask=offs < size)
+
+
+def leave_step(clocks: torch.Tensor, out: torch.Tensor) -> None:
+    """Copies a stage's clocks into host memory, in stream order: a kernel, so that a step's graph has no other node.
+
+    clocks: int64[layers, 4]. out: the same shape in host memory (pinned, where ``clocks`` are on a GPU), written.
+    """
+    check_tensor("clocks", clocks, shape=(None, CLOCK_FIELDS), dtypes=(torch.int64,), like=clocks, contiguous=True)
+    check_tensor("out", out, shape=tuple(clocks.shape), dtypes=(torch.int64,), like=out, contiguous=True)
+    check(not clocks.is_cuda or out.is_pinned(), "out is not in pinned host memory; allocate it with pin_memory=True")
+    if runs_kernel(clocks):
+        _leave_kernel[(1,)](clocks, out, clocks.numel(), BLOCK=256, num_warps=4, enable_fp_fusion=True)
+    else:
+        out.copy_(clocks)

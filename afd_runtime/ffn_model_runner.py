@@ -91,7 +91,13 @@ class GPUFFNModelRunner:
 
     def _replay_stages(self, dp_metadata_list: Mapping[int, AFDDPMetadata]) -> None:
         side = self.connector.ffn  # type: ignore[attr-defined]
-        streams = {stage: self._stream(stage, len(dp_metadata_list)) for stage in dp_metadata_list}
+        if len(dp_metadata_list) == 1:
+            (stage,) = dp_metadata_list
+            self.replays += 1
+            self.stage_graphs[stage].replay(side.step_rows(stage))
+            side.finish_step(stage)
+            return
+        streams = {stage: self._stream(stage) for stage in dp_metadata_list}  # they wait for each other's layers
         for stage, stream in streams.items():
             self.replays += 1
             with torch.cuda.stream(stream):
@@ -100,10 +106,7 @@ class GPUFFNModelRunner:
             with torch.cuda.stream(stream):
                 side.finish_step(stage)
 
-    def _stream(self, stage: int, num_stages: int) -> torch.cuda.Stream | None:
-        """None, the current one, for a stage alone. Several wait for each other's layers: a stream each."""
-        if num_stages == 1:
-            return None
+    def _stream(self, stage: int) -> torch.cuda.Stream:
         if stage not in self._streams:
             self._streams[stage] = torch.cuda.Stream(self.stage_graphs[stage].side.device, priority=-1)
         return self._streams[stage]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,13 @@ class AFDDPMetadata:
 
     @classmethod
     def from_counts(cls, counts: list[int]) -> AFDDPMetadata:
-        """From one count per attention rank."""
-        return cls(torch.tensor(counts, dtype=torch.int32), max(counts, default=0))
+        """From one count per attention rank. Equal counts may give the same object: nobody writes to it."""
+        return _metadata(tuple(counts))
+
+
+@functools.lru_cache(maxsize=1024)
+def _metadata(counts: tuple[int, ...]) -> AFDDPMetadata:
+    return AFDDPMetadata(torch.tensor(counts, dtype=torch.int32), max(counts, default=0))
 
 
 @dataclass(frozen=True)

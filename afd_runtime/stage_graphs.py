@@ -82,7 +82,7 @@ class StageGraphs:
                 graph.replay()  # uploads it
                 stream.synchronize()
             self.graphs[bound] = graph
-        self.side.tables[self.stage].in_graph = True
+        self.side.tables[self.stage].captured()
         logger.info("stage %d: graphs for %s rows, arena %d bytes", self.stage, self.classes, self.arena.nbytes)
 
     def replay(self, rows: int) -> None:
@@ -129,7 +129,7 @@ class StageGraphs:
         tables.enter()
         for index, layer in enumerate(self.side.spec.expert_layers):
             self._serve_layer(index, layer, schedule, arena.y[: bound * layout.top_k])
-        tables.read_clocks.copy_(tables.clocks, non_blocking=True)
+        afd_kernels.leave_step(tables.clocks, tables.read_clocks)
 
     def _serve_layer(self, index: int, layer: int, schedule: ExpertSchedule, y: torch.Tensor) -> None:
         side, arena = self.side, self.arena

@@ -20,7 +20,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("combine", "#2a9d8f", ("combine",)),
     ("arrival", "#e0a100", ("enter", "merge")),
     ("experts", "#d1495b", ("up", "down")),
-    ("reply", "#e8833a", ("reply",)),
+    ("reply", "#e8833a", ("reply", "leave")),
 )
 OTHER = ("other", "#555555")
 

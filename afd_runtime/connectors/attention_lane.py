@@ -48,6 +48,11 @@ class Lane:
         self._stream: torch.cuda.Stream | None = None
         self._launched: set[tuple] = set()
 
+    def forget_warm_up(self) -> None:
+        """What the warm-up has counted."""
+        self.sent.zero_()
+        self.clocks.zero_()
+
     def set_peers(self, slots: list[int], reply_slots: list[int], bells: list[int]) -> None:
         """Writes the address tables, in place: graphs that were captured before read the new ones."""
         for table, values in ((self.slots, slots), (self.reply_slots, reply_slots), (self.peer_bells, bells)):

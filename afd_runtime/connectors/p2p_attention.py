@@ -174,6 +174,7 @@ class AttentionSide(AFDControlPlane):
                 row_map = lane.dispatch(hidden, ids, weights, self.expert_bucket, 0, 0)
                 lane.wait(self._timeout_s, 0)
                 lane.combine(row_map, torch.empty_like(hidden))
+            lane.forget_warm_up()
         torch.cuda.synchronize(device)
 
     # -- control plane ---------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 
 import afd_kernels
 from afd_kernels.message import split_word
-from afd_kernels.signal import Status, StatusCode
+from afd_kernels.signal import StatusCode
 from afd_kernels.step import StepMember, fill_inbox
 from afd_runtime.config import AFDConfig
 from afd_runtime.connectors.base import AFDControlPlane
@@ -138,11 +138,12 @@ class FFNSide(AFDControlPlane):
             for order in orders:
                 self._orders[order.stage] = order
             self.update_state_from_dp_metadata(payload)
-            entered = {
-                index: counts for index, counts in payload.dp_metadata_list.items() if self._steps[index] is not None
-            }
+            entered = [index for index in payload.dp_metadata_list if self._steps[index] is not None]
+            if len(entered) == len(orders):
+                return payload
             if entered:
-                return dataclasses.replace(payload, dp_metadata_list=entered)
+                counts = {index: payload.dp_metadata_list[index] for index in entered}
+                return dataclasses.replace(payload, dp_metadata_list=counts)
 
     def _counts(self, order: Order) -> AFDDPMetadata:
         counts = [0] * self.config.num_attention_ranks
@@ -165,7 +166,6 @@ class FFNSide(AFDControlPlane):
         stage, tables = order.stage, self.tables[order.stage]
         if self._steps[stage] is not None:
             self.leave(stage)
-        tables.status.zero_()
         step, members = Step(order, layers_left=len(self.spec.expert_layers)), []
         for lane, participant in self.control.enter_step(order, tables.abort):
             index = self.served.index(participant.attention_rank)
@@ -204,7 +204,7 @@ class FFNSide(AFDControlPlane):
 
         Raises ``AFDStuckError`` where the step does not end although nobody is left in it.
         """
-        end = torch.cuda.current_stream(self.device).record_event()
+        end = self.tables[stage].end_of_step()
         while not end.query():
             if self._stuck is not None:
                 raise self._stuck
@@ -322,7 +322,7 @@ class FFNSide(AFDControlPlane):
         layer: that was being served; None where all layers of a graph are through: the cell's word tells then.
         """
         status, step = self.tables[stage].status, self._step(stage)
-        failed = [index for index in step.members if int(status[index, Status.CODE]) != StatusCode.OK]
+        failed = [index for index in step.members if self.tables[stage].has_failed(index)]
         if not failed:
             return
         for rank, reason in self.control.take_losses(stage):

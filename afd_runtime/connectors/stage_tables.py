@@ -7,9 +7,9 @@ import torch
 
 import afd_kernels
 from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, Lane
-from afd_kernels.signal import CLOCK_FIELDS
+from afd_kernels.signal import CLOCK_FIELDS, Status, StatusCode
 from afd_kernels.step import INBOX_FIELDS, enter_step
-from afd_runtime.control_plane.cells import AbortCell, host_zeros, status_cells
+from afd_runtime.control_plane.cells import AbortCell, codes_of, host_zeros, status_cells
 from afd_runtime.doorbells import Doorbells
 
 
@@ -36,6 +36,8 @@ class StageTables:
         self.read_clocks = host_zeros(num_layers, CLOCK_FIELDS, dtype=torch.int64, device=device)
         self.abort = AbortCell(device, num_lanes, on_set=None if doorbells is None else self.open_bells)
         self.status = status_cells(device, num_lanes)
+        self._codes = codes_of(self.status)
+        self._end = torch.cuda.Event() if device.type == "cuda" else None
 
     def open_bells(self) -> None:
         """Lets the stage's stream pass its doorbells, so that its wait kernel looks at the abort flags and the time."""
@@ -54,6 +56,22 @@ class StageTables:
             self.slots, self.lanes, abort=self.abort.tensor, status=self.status, timeout_s=timeout_s, bells=self.bells,
             clock=self.clocks[layer_index] if self.slots.is_cuda else None,
         )  # fmt: skip
+
+    def captured(self) -> None:
+        """From now on graphs serve the stage; what their warm-up has counted is forgotten."""
+        self.in_graph = True
+        self.clocks.zero_()
+        self.read_clocks.zero_()
+
+    def has_failed(self, index: int) -> bool:
+        """Whether the status cell of a lane reports a failure."""
+        return self._codes[index * LANE_FIELDS + Status.CODE] != StatusCode.OK
+
+    def end_of_step(self) -> torch.cuda.Event:
+        """An event at this point of the current stream. There is one, so one step at a time."""
+        assert self._end is not None
+        self._end.record()
+        return self._end
 
     def set_offline(self, index: int) -> None:
         """Takes one lane out of the step."""

@@ -75,6 +75,7 @@ class Watcher:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake)  # not before: a late wake-up must not hit another file
         self._running = self._released = False
+        self._last_beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"afd-watcher {name}", daemon=True)
 
     def bind(self, host: str, port: int) -> str:
@@ -91,7 +92,7 @@ class Watcher:
 
     def start(self) -> None:
         """Starts the thread."""
-        self._running = True
+        self._running, self._last_beat = True, time.monotonic()
         self._thread.start()
 
     def connect(self, name: str, endpoint: str) -> Link:
@@ -272,6 +273,11 @@ class Watcher:
 
     def _beat(self) -> None:
         now, beat = time.monotonic(), encode(Heartbeat())
+        stood_still = now - self._last_beat - 2 * HEARTBEAT_S
+        self._last_beat = now
+        if stood_still > 0:  # this process was stopped: what the others sent meanwhile has not been read yet
+            for link in self._all_links():
+                link.last_seen += stood_still
         for link in self._all_links():
             silent = now - link.last_seen
             if link.watched:

@@ -446,6 +446,7 @@ SIGNATURES = {
     "StepMember": "lane, slot, reply_slot, session, step, rows, bell=0",
     "enter_step": "inbox, slots, reply_slots, lanes, *, peer_bells=None, bells=None",
     "fill_inbox": "inbox, members",
+    "leave_step": "clocks, out",
     "dispatch_workspace": "num_tokens, layout, num_peers",
     "experts_forward": "schedule, w_up, w_down, *, activation=SwiGLU(), b_up=None, b_down=None, y=None, "
     "workspace=None, config=None",

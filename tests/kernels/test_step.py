@@ -13,6 +13,7 @@ from afd_kernels import (
     begin_step,
     enter_step,
     fill_inbox,
+    leave_step,
     signal_word,
 )
 from afd_kernels.signal import BELL_OPEN
@@ -99,10 +100,20 @@ def test_begin_step_and_its_bells(mode, peers, launches):
     assert torch.equal(bells.cpu(), want)
 
 
+@pytest.mark.parametrize("layers", [1, 61, 64, 129])
+def test_leave_step_copies_the_clocks_into_host_memory(layers, launches):
+    clocks = torch.randint(1 << 60, (layers, 4), device=DEVICE)
+    out = torch.full((layers, 4), -1, dtype=torch.int64, pin_memory=DEVICE == "cuda")
+    leave_step(clocks, out)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(out, clocks.cpu()) and launches["_leave_kernel"] == 1
+
+
 def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="lane is 3; allowed: 0 … 2"):
         inbox(3, [member(3)])
-    with pytest.raises(ValueError, match="inbox has shape"):
+    with pytest.raises(ValueError, match=r"inbox is torch.int64\[3, 5\] on cpu; allowed: int64\[A, 8\] in host memory"):
         fill_inbox(torch.zeros(3, 5, dtype=torch.int64), [])
     with pytest.raises(ValueError, match="bells and peer_bells belong together"):
         enter_step(inbox(3, []), *tables(3), bells=torch.zeros(3, dtype=torch.int32, device=DEVICE))
