@@ -147,6 +147,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Greedy generation by the engine alone.")
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", required=True, help="JSON list of lists of token ids, or a file that holds it")
+    parser.add_argument("--batches", type=json.loads, help="JSON lists of indices of prompts that go together")
     parser.add_argument("--out", required=True, help="torch file: ids, logits, seconds, layer_outputs")
     parser.add_argument("--layer-calls", nargs="*", default=[], help="torch files of calls for layer_outputs")
     parser.add_argument("--max-new-tokens", type=int, default=32)
@@ -166,7 +167,15 @@ def main(argv: list[str] | None = None) -> None:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype), **chosen)
     model = model.to(args.device).eval()
     start = time.perf_counter()
-    ids, logits = greedy_generate(model, prompts, args.max_new_tokens, args.max_batch_tokens, pad_id=args.pad_id)
+    batches = args.batches or [list(range(len(prompts)))]
+    results = []
+    for batch in batches:
+        chosen_prompts = [prompts[index] for index in batch]
+        results.append(
+            greedy_generate(model, chosen_prompts, args.max_new_tokens, args.max_batch_tokens, pad_id=args.pad_id)
+        )
+    order = torch.tensor(sum(batches, [])).argsort()
+    ids, logits = (torch.cat(parts)[order] for parts in zip(*results, strict=True))
     seconds = time.perf_counter() - start
     outputs = {path: layer_outputs(model, torch.load(path, weights_only=True)["calls"]) for path in args.layer_calls}
     assert_undivided()

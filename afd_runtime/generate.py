@@ -215,9 +215,10 @@ def _check(
     dtype = TORCH_DTYPES[request.chosen_dtype]
     calls = {rank: run_dir / f"calls-{rank}.pt" for rank in range(request.num_attention_ranks)}
     calls = {rank: path for rank, path in calls.items() if path.is_file()}
+    batches = [list(batch) for rank in range(request.num_attention_ranks) if (batch := request.prompts_of(rank))]
     with ProcessGroup(forward_stderr=request.verbose) as group:
         undivided = run_undivided(
-            group, request.model, prompt_ids, request.max_new_tokens, dtype, request.device, run_dir, display,
+            group, request.model, prompt_ids, batches, request.max_new_tokens, dtype, request.device, run_dir, display,
             tuple(calls.values()),
         )  # fmt: skip
     expected_ids = [cut_at_stop(row, stop_ids) for row in undivided.ids.tolist()]

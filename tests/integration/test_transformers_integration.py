@@ -296,7 +296,8 @@ def test_the_wide_demo_model_is_of_realistic_width() -> None:
     demo = WIDE_MODELS["deepseek_v2_wide"]
     model = empty_model("deepseek_v2", demo, torch.bfloat16)
     experts = model.model.layers[1].mlp.experts
-    assert tuple(experts.gate_up_proj.shape) == (64, 2 * 352, 2048) and tuple(experts.down_proj.shape) == (64, 2048, 352)
+    assert tuple(experts.gate_up_proj.shape) == (64, 2 * 352, 2048)
+    assert tuple(experts.down_proj.shape) == (64, 2048, 352)
     assert not hasattr(model.model.layers[0].mlp, "experts") and len(model.model.layers) == 8
     parameters = sum(p.numel() for p in model.parameters())
     assert 1.0e9 < parameters < 1.2e9
