@@ -39,6 +39,7 @@ from afd_runtime.workers import (
 )
 
 HOST = "127.0.0.1"
+STOP_S, COUNTS_STOP_S = 5.0, 20.0  # processes may take so long to end; an FFN rank writes its counts last
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 
 
@@ -182,7 +183,9 @@ def total_layers(results: list[AttentionResult]) -> dict[int, LayerStats]:
 
 
 def _serve(request: GenerateRequest, run_dir: Path, display: Display) -> list[AttentionResult]:
-    with ProcessGroup(forward_stderr=request.verbose) as group, _chosen_port(request.port) as port:
+    stop_s = COUNTS_STOP_S if request.count_kernels else STOP_S
+    group = ProcessGroup(stop_timeout_s=stop_s, forward_stderr=request.verbose)
+    with group, _chosen_port(request.port) as port:
         for ffn_rank in range(request.num_ffn_ranks):
             command = ffn_command(request, ffn_rank, port, run_dir)
             group.start(f"FFN rank {ffn_rank}", command, runs_to_end=False)
