@@ -26,7 +26,7 @@ from afd_runtime.demo_models import DEMO_MODELS, WIDE_MODELS, write_demo_model
 
 pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).parents[2]
-PARALLEL = 4
+PARALLEL = int(os.environ.get("AFD_TEST_PARALLEL", "4"))
 LIMIT_S = 150  # of one command; alone it takes about 30 s, most of it imports and the start of CUDA
 NEW_TOKENS, MAX_BATCH_TOKENS = 24, 40
 PROMPTS = ((5, 17, 3), tuple(range(40, 51)), tuple(range(400, 371, -1)), tuple(7 * i % 500 for i in range(50)))
@@ -101,27 +101,26 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Run, Fut
 
 
 @pytest.fixture(scope="module")
-def report() -> Iterator[list[dict]]:
-    """What the runs gave, written when all have been looked at."""
+def report() -> dict:
+    """What the runs gave so far."""
     import transformers
 
     about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
     about |= {"transformers": transformers.__version__, "new_tokens": NEW_TOKENS, "prompts": list(map(len, PROMPTS))}
-    found: list[dict] = []
-    yield found
-    if path := os.environ.get("AFD_GENERATE_REPORT"):
-        Path(path).write_text(json.dumps({"about": about, "runs": found}, indent=1) + "\n")
+    return {"about": about, "runs": []}
 
 
 @pytest.mark.parametrize("run", [*SMALL, *WIDE], ids=str)
-def test_equal_to_the_undivided_model(run: Run, outcomes: dict, report: list[dict], capsys) -> None:
+def test_equal_to_the_undivided_model(run: Run, outcomes: dict, report: dict, capsys) -> None:
     outcome = outcomes[run].result()
     assert outcome.exit_code in (0, 1), outcome.stderr[-4000:]
     result = json.loads(outcome.stdout)
     check, kernels = result["check"], result["kernels"]
     entry = {**asdict(run), "exit_code": outcome.exit_code, "check": check, "kernels": kernels}
     entry |= {"serve_s": round(result["seconds"], 1), "all_s": round(outcome.seconds, 1), "layers": result["layers"]}
-    report.append(entry)
+    report["runs"].append(entry)
+    if path := os.environ.get("AFD_GENERATE_REPORT"):
+        Path(path).write_text(json.dumps(report, indent=1) + "\n")
     with capsys.disabled():
         print(f"\n{line(run, entry)}", flush=True)
     assert outcome.exit_code == 0 and check["ok"], check["mismatches"]

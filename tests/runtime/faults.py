@@ -13,6 +13,7 @@ import json
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import Any
 
 import pytest
 from group import SPEC, Child, Failed, Group
-from planted import CRASH, HANG, PlantedBank, answers, graphs_captured, last_step, other_layers
+from planted import CRASH, HANG, NOTHING, PlantedBank, answers, graphs_captured, last_step, other_layers, plant
 from proxy import Proxy
 
 ANSWERS, START_S, LAYERS = 100, 100.0, SPEC.expert_layers
@@ -76,6 +77,7 @@ class Scene:
     ffn: list[Child]
     attention: list[Child]
     spares: list[Child]
+    folder: tempfile.TemporaryDirectory
     seed: int = 0
 
     @classmethod
@@ -84,7 +86,8 @@ class Scene:
 
         proxy: that the attention ranks reach FFN rank 0 through.
         """
-        bank = {"kind": PlantedBank, **bank}
+        folder = tempfile.TemporaryDirectory(prefix="afd-planted-")
+        bank = {"kind": PlantedBank, "folder": folder.name, **bank}
         last, count = group.options["num_ffn_ranks"] - 1, group.options["num_attention_ranks"]
         ffn = [group.ffn(0, bank=dict(bank), wait=False)]
         group.options["port"] = ffn[0].result(START_S)
@@ -96,7 +99,11 @@ class Scene:
         attention = [group.attention(rank, connect=False, **dial).start("connect") for rank in range(count)]
         for child in (*ffn[1:], *waiting, *attention):
             child.result(START_S)
-        return cls(group, group.options.get("device", "cpu"), ffn, attention, waiting)
+        return cls(group, group.options.get("device", "cpu"), ffn, attention, waiting, folder)
+
+    def plant(self, child: Child, what: int) -> None:
+        """Plants a fault in the experts of an FFN rank."""
+        plant(self.folder.name, child.process.pid, what)
 
     def answer(self, *ranks: int) -> str:
         """100 right answers to each of these attention ranks at once; on a GPU every second one from its graph."""
@@ -159,7 +166,7 @@ def kill_ffn_between_layers(scene: Scene) -> None:
     """The last FFN rank is killed between two layers of a step."""
     (attention, victim), where = (scene.attention[0], scene.ffn[-1]), scene.open_step()
     command = "run", other_layers, 5, scene.seed
-    fault = scene.fails("FFN rank killed between layers", victim.process.kill, attention, *command, limit_s=5)
+    fault = scene.fails("FFN rank killed between layers", lambda: ended(victim), attention, *command, limit_s=5)
     check(fault, "AFDPeerLost", "process end", where)
     alone = scene.fails("", lambda: None, attention, "run", answers, 1, 0, limit_s=6)
     assert alone.error == "AFDPeerLost" and "attaching anew failed" in alone.text and alone.layer is None
@@ -170,7 +177,7 @@ def kill_ffn_between_layers(scene: Scene) -> None:
 def kill_ffn_with_a_reply_outstanding(scene: Scene) -> None:
     """The last FFN rank is killed while it computes."""
     (attention, victim), where = (scene.attention[0], scene.ffn[-1]), scene.open_step()
-    send(victim, HANG)
+    scene.plant(victim, HANG)
     attention.start("run", other_layers, 5, scene.seed)
     time.sleep(0.3)
     fault = scene.fails("FFN rank killed with a reply outstanding", victim.process.kill, attention, limit_s=5)
@@ -183,7 +190,9 @@ def crash_ffn(scene: Scene) -> None:
     """The experts use an address that nobody has: a process ends by a signal, a GPU reports it and the process ends."""
     (attention, victim), where = (scene.attention[0], scene.ffn[-1]), scene.open_step()
     command = "run", other_layers, 5, scene.seed
-    fault = scene.fails("illegal address on an FFN rank", lambda: send(victim, CRASH), attention, *command, limit_s=8)
+    fault = scene.fails(
+        "illegal address on an FFN rank", lambda: scene.plant(victim, CRASH), attention, *command, limit_s=8
+    )
     check(fault, "AFDPeerLost", "CUDA error" if scene.device == "cuda" else "process end", where)
     if scene.device == "cuda":
         with pytest.raises(Failed, match="illegal memory access"):
@@ -221,10 +230,12 @@ def hang_ffn(scene: Scene, limit_s: float) -> None:
     """The experts of the last FFN rank do not end. On a GPU that process gives itself up, on a CPU they do end."""
     (attention, victim), where = (scene.attention[0], scene.ffn[-1]), scene.open_step()
     start, command = time.monotonic(), ("run", other_layers, 5, scene.seed)
-    fault = scene.fails("experts that do not end", lambda: send(victim, HANG), attention, *command, limit_s=limit_s)
+    fault = scene.fails(
+        "experts that do not end", lambda: scene.plant(victim, HANG), attention, *command, limit_s=limit_s
+    )
     check(fault, "AFDTimeoutError", "time limit", where)
     if scene.device == "cpu":
-        send(victim, HANG)
+        scene.plant(victim, NOTHING)
         fault.survived(f"they ended; the same processes; {scene.answer(0)}")
         return
     stuck = scene.fails("experts that do not end, on the FFN rank", lambda: None, victim, limit_s=20)
@@ -263,14 +274,14 @@ def kill_attention(scene: Scene) -> None:
 def cut_control(scene: Scene, proxy: Proxy) -> None:
     """The control connection is cut within a layer, the data path is not: both sides fall back on silence."""
     (attention, victim), where = (scene.attention[0], scene.ffn[0]), scene.open_step()
-    send(victim, HANG)
+    scene.plant(victim, HANG)
     attention.start("run", other_layers, 5, scene.seed)
     time.sleep(0.3)
     fault = scene.fails("control connection cut", proxy.cut, attention, limit_s=6)
     check(fault, "AFDPeerLost", "silence", where)
     alone = scene.fails("", lambda: None, attention, "run", answers, 1, 0, limit_s=6)
     assert alone.error == "AFDPeerLost" and "attaching anew failed" in alone.text
-    send(victim, HANG)
+    scene.plant(victim, NOTHING)
     proxy.restore()
     fault.survived(f"the connection is restored; the same processes; {scene.answer(0)}")
 
@@ -278,6 +289,12 @@ def cut_control(scene: Scene, proxy: Proxy) -> None:
 def one_step(session: Any, captured: bool) -> float:
     """One step of five rows."""
     return answers(session, 1, 0, captured=captured, rows=5)
+
+
+def ended(child: Child) -> None:
+    """Kills a process, and waits until the GPU has noticed: what was launched goes on for a moment without it."""
+    child.kill()
+    time.sleep(0.5)
 
 
 def send(child: Child, number: int) -> None:

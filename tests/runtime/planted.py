@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import random
 import resource
-import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +23,14 @@ from afd_kernels.signal import global_timer
 from afd_runtime.connectors import p2p_ffn
 from afd_runtime.remote_experts import AttentionSession
 
-HANG, CRASH = signal.SIGUSR1, signal.SIGUSR2  # what the test sends; HANG again ends the hang
-_HANGS, _CRASHES = 1, 2
+NOTHING, HANG, CRASH = 0, 1, 2  # what a test plants
+POLL_S = 1e-3
+
+
+def plant(folder: str, pid: int, what: int) -> None:
+    """Plants a fault in the experts of process ``pid``, whose bank watches ``folder``, and waits until it is there."""
+    Path(folder, str(pid)).write_bytes(bytes([what]))
+    time.sleep(0.05)
 
 
 @triton.jit(do_not_specialize=["num_delays"])
@@ -43,14 +51,15 @@ def _planted_kernel(flag_ptr, calls_ptr, delays_ptr, num_delays):
 
 
 class PlantedBank(Bank):
-    """A bank whose every call is late by the next of ``delays_ms``, hangs from the signal HANG to the next one, and
-    from CRASH on reads (on a GPU: writes) an address that nobody has.
+    """A bank whose every call is late by the next of ``delays_ms``, hangs while HANG is planted, and where CRASH is
+    reads (on a GPU: writes) an address that nobody has.
 
-    stuck_after_s: patience of this process with a kernel that does not end; None: as it is.
+    folder: a file there, named like this process, says what is planted; a thread looks, because the main thread may be
+    anywhere. stuck_after_s: patience of this process with a kernel that does not end; None: as it is.
     """
 
     def __init__(
-        self, spec: Spec, expert_ids: range, *, device: str = "cpu", delays_ms: Sequence[float] = (0,),
+        self, spec: Spec, expert_ids: range, *, folder: str, device: str = "cpu", delays_ms: Sequence[float] = (0,),
         stuck_after_s: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__(spec, expert_ids, device=device)
@@ -61,8 +70,14 @@ class PlantedBank(Bank):
         if stuck_after_s is not None:
             p2p_ffn.STUCK_AFTER_S = stuck_after_s
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(HANG, lambda *_: self.flag.fill_(0 if self.flag[0] == _HANGS else _HANGS))
-        signal.signal(CRASH, lambda *_: self.flag.fill_(_CRASHES))
+        self._cell = (ctypes.c_int32 * 1).from_address(self.flag.data_ptr())
+        threading.Thread(target=self._watch, args=(Path(folder, str(os.getpid())),), daemon=True).start()
+
+    def _watch(self, path: Path) -> None:
+        while True:
+            if path.exists():
+                self._cell[0] = (path.read_bytes() or bytes(1))[0]
+            time.sleep(POLL_S)
 
     def forward(self, layer_idx: int, schedule: Any, **buffers: Any) -> torch.Tensor:
         if self.delays.is_cuda:
@@ -70,9 +85,9 @@ class PlantedBank(Bank):
                                   enable_fp_fusion=True)  # fmt: skip
         else:
             time.sleep(self.delays_ms[self.calls % len(self.delays_ms)] * 1e-3)
-            while self.flag[0] == _HANGS:
-                time.sleep(1e-3)
-            if self.flag[0] == _CRASHES:
+            while self._cell[0] == HANG:
+                time.sleep(POLL_S)
+            if self._cell[0] == CRASH:
                 ctypes.string_at(0)
         return super().forward(layer_idx, schedule, **buffers)
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from functools import partial
 
 import pytest
@@ -21,7 +20,7 @@ from faults import (
     stop_ffn,
 )
 from group import SPEC, Failed, new_group, oracle
-from planted import HANG, DenseOracle, answers, other_layers, random_step
+from planted import HANG, NOTHING, DenseOracle, answers, other_layers, random_step
 from proxy import Proxy
 
 from afd_runtime.remote_experts import AttentionSession
@@ -107,11 +106,11 @@ def test_control_connection_cut_one_way() -> None:
     with new_group(1, 1, liveness_timeout_s=3.0) as group, contextlib.closing(Proxy()) as proxy:
         scene = Scene.start(group, proxy=proxy)
         where, cut = scene.open_step(), partial(proxy.cut, both_ways=False)
-        os.kill(scene.ffn[0].process.pid, HANG)
+        scene.plant(scene.ffn[0], HANG)
         attention = scene.attention[0].start("run", other_layers, 5, scene.seed)
         fault = scene.fails("control connection cut one way", cut, attention, limit_s=6)
         check(fault, "AFDPeerLost", "silence", where)
-        os.kill(scene.ffn[0].process.pid, HANG)
+        scene.plant(scene.ffn[0], NOTHING)
         proxy.restore()
         fault.survived(f"the same processes, at once; {scene.answer(0)}")
         (report,) = scene.end()
