@@ -218,10 +218,12 @@ def test_host_abort_while_waiting(launches):
 def test_kernel_waits_for_a_late_word(launches):
     """Another stream publishes while the kernel polls; then the same with the abort flag."""
     torch.cuda._sleep(1)  # a kernel's first launch waits for the kernel that polls
-    torch.zeros(1, dtype=torch.int32, device=DEVICE).fill_(1), torch.zeros(1, dtype=torch.int64, device=DEVICE).fill_(1)
     for what in ("word", "abort"):
         waiter = Waiter("kernel", launches)
         waiter.setup(2)
+        for slot in waiter.slots:  # alignment picks the kernel that fills
+            slot[120:].view(torch.int64).fill_(0)
+        waiter.abort.fill_(0)
         table, side = waiter.table(), torch.cuda.Stream()
         torch.cuda.synchronize()
         wait(table, waiter.lanes, abort=waiter.abort, status=waiter.status, timeout_s=LONG_S)
