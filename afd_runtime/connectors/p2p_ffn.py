@@ -325,14 +325,15 @@ class FFNSide(AFDControlPlane):
         failed = [index for index in step.members if self.tables[stage].has_failed(index)]
         if not failed:
             return
+        cells = {index: status[index, :6].tolist() for index in failed}
+        layers = {i: self._layer_of(cell[0], cell[2]) if layer is None else layer for i, cell in cells.items()}
         for rank, reason in self.control.take_losses(stage):
-            self._forget(stage, self.served.index(rank), reason, layer)
-        for index in failed:
-            code, _, expected, observed, rows, announced = status[index, :6].tolist()
+            index = self.served.index(rank)
+            self._forget(stage, index, reason, layers.get(index, layer))
+        for index, (code, _, _, observed, rows, announced) in cells.items():
             status[index] = 0
             if index in step.members:
-                at = self._layer_of(code, expected) if layer is None else layer
-                self._drop(stage, index, self._why(code, at, observed, rows, announced), at)
+                self._drop(stage, index, self._why(code, layers[index], observed, rows, announced), layers[index])
 
     def _layer_of(self, code: int, expected: int) -> int:
         return expected if code == StatusCode.MALFORMED else self.spec.expert_layers[split_word(expected)[2]]

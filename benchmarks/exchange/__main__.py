@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import functools
+import os
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +25,8 @@ PATIENCE_S = 150  # a case that takes longer hangs: its threads are printed and 
 
 def about(device: torch.device) -> dict[str, str]:
     """GPU, versions and commit."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = os.environ.get("AFD_COMMIT") or head  # for a copy of the tree without its history
     return {
         "gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "triton": triton.__version__,
         "commit": commit,
