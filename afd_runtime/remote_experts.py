@@ -143,7 +143,7 @@ class AttentionSession:
         A step after a loss does it by itself, for ``reattach_timeout_s``. timeout_s: None is ``attach_timeout_s``.
         Raises ``AFDAttachError`` or ``AFDRefusedError``; the next step tries again.
         """
-        self.connector.attention.reattach(timeout_s)
+        self.connector.attention.group.reattach(timeout_s)
 
     @property
     def stats(self) -> dict[int, dict[str, Any]]:

@@ -78,10 +78,15 @@ class Lane:
             self._stream = torch.cuda.current_stream(self.device)
         afd_kernels.begin_step(self.state, session=session, step=step, rows=rows, mode=mode, bells=self.bells)
 
+    def synchronize(self) -> None:
+        """Waits for the stream on which the step began."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def drain(self) -> None:
         """Waits for the launches of a step that was given up: its abort flag ends their waits."""
-        if self.undrained and self._stream is not None:
-            self._stream.synchronize()
+        if self.undrained:
+            self.synchronize()
             self.status.zero_()
         self.undrained = False
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,29 +14,22 @@ from afd_kernels.message import Lane as LaneField
 from afd_kernels.message import split_word
 from afd_kernels.signal import StatusCode
 from afd_runtime.config import AFDConfig
+from afd_runtime.connectors.attention_checks import check_begin, check_choices, check_exchange
+from afd_runtime.connectors.attention_group import Membership
 from afd_runtime.connectors.attention_lane import Lane
 from afd_runtime.connectors.base import AFDControlPlane
-from afd_runtime.control_plane.attention import AttachedPeer, AttentionControlPlane
+from afd_runtime.control_plane.attention import AttentionControlPlane
 from afd_runtime.control_plane.fingerprint import fingerprint
 from afd_runtime.control_plane.messages import Announce, StageStep
-from afd_runtime.doorbells import BELL_PATIENCE_S, Doorbells, bell_offset
-from afd_runtime.errors import (
-    AFDAttachError,
-    AFDCapacityError,
-    AFDError,
-    AFDPeerLost,
-    AFDProtocolError,
-    AFDTimeoutError,
-)
+from afd_runtime.doorbells import Doorbells
+from afd_runtime.errors import AFDError, AFDProtocolError, AFDTimeoutError
 from afd_runtime.event_log import EventLog
 from afd_runtime.metadata import AFDControlPayload
 from afd_runtime.protocol import Event
-from afd_runtime.window import WindowLayout, create_fabric, placement_of
+from afd_runtime.window import WindowLayout, placement_of
 
 if TYPE_CHECKING:
     from afd_runtime.model_spec import ModelSpec
-
-logger = logging.getLogger("afd_runtime.attention")
 
 
 @dataclass
@@ -80,86 +71,22 @@ class AttentionSide(AFDControlPlane):
         self.stats = {layer: LayerStats() for layer in spec.expert_layers}
         self._index = {layer: index for index, layer in enumerate(spec.expert_layers)}
         self._timeout_s = config.reply_timeout(device)
-        self._fabric = create_fabric(config, device)
-        self._fingerprint = fingerprint(config, spec, dtype, fingerprint_extra, device)
-        self._detached: tuple[str, str] | None = None
-        self._attaching = threading.RLock()  # which control plane it is, and whether a step begins in it
         self._log = EventLog.of(f"A{attention_rank}", words=device.type == "cpu")
-        self.control = self._new_control()
-
-    def _new_control(self) -> AttentionControlPlane:
-        return AttentionControlPlane(
-            self.config, self.attention_rank, self.placement, self.layout, self._fabric, self._fingerprint,
-            [lane.abort for lane in self.lanes], self.doorbells, self._watch_steps, self._log,
+        self.group = Membership(
+            config, attention_rank, self.placement, self.layout, self.lanes, self.doorbells, device,
+            fingerprint(config, spec, dtype, fingerprint_extra, device), self._log,
         )  # fmt: skip
+
+    @property
+    def control(self) -> AttentionControlPlane:
+        """The control plane of the present session."""
+        return self.group.control
 
     def connect(self) -> None:
         """Joins the group and fills the address tables. The lanes are offline until their first step."""
         if self.device.type == "cuda":
             self._warm_up()
-        self._attach(None)
-
-    def _attach(self, timeout_s: float | None) -> None:
-        peers = self.control.connect(timeout_s)
-        for stage, lane in enumerate(self.lanes):
-            lane.set_peers(
-                [peer.request.address + stage * self.layout.request_stride for peer in peers],
-                [peer.reply.address + stage * self.layout.reply_stride for peer in peers],
-                [self._bell_at(peer, stage) for peer in peers],
-            )
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-
-    def _bell_at(self, peer: AttachedPeer, stage: int) -> int:
-        """Address of the FFN rank's doorbell for this rank's requests, 0 where there is none."""
-        if peer.bells is None:
-            return 0
-        served = self.placement.attention_peers(peer.ffn_rank)
-        return peer.bells.address + bell_offset(stage, served.index(self.attention_rank), len(served))
-
-    def reattach(self, timeout_s: float | None = None) -> None:
-        """Leaves the group and joins it anew: a new session, new windows, the same tables, so captured graphs go on.
-
-        timeout_s: None is ``attach_timeout_s``. Raises ``AFDError`` inside a step, ``AFDAttachError`` where the group
-        is not complete in time, ``AFDRefusedError``; the next step tries again.
-        """
-        with self._attaching:
-            busy = [lane.stage for lane in self.lanes if lane.rows is not None]
-            if busy:
-                raise AFDError(f"stage {busy[0]} is in step {self.lanes[busy[0]].step}; end or abort it first")
-            for lane in self.lanes:
-                lane.drain()
-            self._detached = self._detached or self.control.loss or ("the group", "this rank left it")
-            self.control.close()
-            self.control = self._new_control()
-            self._attach(timeout_s)
-            self._detached = None
-
-    def _reattach_after_loss(self, stage: int) -> None:
-        """At the start of a step: where a peer was lost, tries once to attach anew."""
-        with self._attaching:  # the thread of another stage may be at it
-            loss = self._detached or self.control.loss
-            if loss is not None and all(lane.rows is None for lane in self.lanes):
-                self._reattach_or_raise(stage, *loss)
-
-    def _reattach_or_raise(self, stage: int, name: str, why: str) -> None:
-        lost: dict[str, Any] = {"peer": name, "layer": None, "stage": stage, "step": self.lane(stage).step + 1}
-        if self.config.reattach_timeout_s == 0:
-            raise AFDPeerLost(f"was lost: {why}", **lost)
-        try:
-            self.reattach(self.config.reattach_timeout_s)
-        except AFDAttachError as error:
-            raise AFDPeerLost(f"was lost: {why}; attaching anew failed: {error}", **lost) from error
-        logger.info("attention rank %d attached anew after %s was lost: %s", self.attention_rank, name, why)
-
-    def _watch_steps(self) -> None:
-        """On the watcher thread, with each heartbeat: no stream waits for a doorbell without end."""
-        now = time.monotonic()
-        for lane in self.lanes:
-            busy = lane.rows is not None or lane.undrained
-            if self.doorbells is not None and busy and now - lane.looked_at > BELL_PATIENCE_S:
-                lane.looked_at = now
-                lane.open_bells()
+        self.group.attach()
 
     def _warm_up(self) -> None:
         """Launches every kernel once, offline: a first launch would wait for a kernel that waits for a peer."""
@@ -215,7 +142,7 @@ class AttentionSide(AFDControlPlane):
         if not rows:
             raise AFDError("rows is empty; allowed: the rows of one stage or more; name each stage of the forward")
         for stage, num_rows in rows.items():
-            self._check_begin(num_rows, stage)
+            check_begin(self.lane(stage), num_rows, self.config)
         while not self._begin(rows, flags, streams or {}):
             pass
 
@@ -223,12 +150,11 @@ class AttentionSide(AFDControlPlane):
         self, rows: Mapping[int, int], flags: tuple[bool, bool, bool], streams: Mapping[int, torch.cuda.Stream]
     ) -> bool:
         """False where the thread of another stage attached anew meanwhile: nothing was begun."""
-        self._reattach_after_loss(next(iter(rows)))
-        control = self.control
+        control = self.group.reattach_after_loss(next(iter(rows)))
         for stage in rows:
             self.lanes[stage].drain()
             control.begin_step(stage, self.lanes[stage].step + 1)
-        with self._attaching:
+        with self.group.lock:
             if control is not self.control:
                 return False
             for stage, num_rows in rows.items():
@@ -240,25 +166,13 @@ class AttentionSide(AFDControlPlane):
             control.announce(Announce(steps, *flags))
         return True
 
-    def _check_begin(self, num_rows: int, stage: int) -> None:
-        lane = self.lane(stage)
-        if num_rows > self.config.max_batch_tokens:
-            raise AFDCapacityError(
-                f"num_rows is {num_rows}; allowed: up to max_batch_tokens={self.config.max_batch_tokens}; split the "
-                "batch, or raise max_batch_tokens on both sides"
-            )
-        if num_rows < 0:
-            raise AFDError(f"num_rows is {num_rows}; allowed: 0 … {self.config.max_batch_tokens}")
-        if lane.rows is not None:
-            raise AFDError(f"stage {stage} is still in step {lane.step}; call end_step or abort_step first")
-
     def end_step(self, stage: int = 0) -> None:
         """Ends a step. Raises ``AFDError`` (and gives the step up) where layers are missing."""
         lane = self.lane(stage)
         if lane.rows is None:
             raise AFDError(f"stage {stage} is in no step; call begin_step first")
         if self.device.type == "cuda":  # before any result of the step leaves
-            torch.cuda.current_stream(self.device).synchronize()
+            lane.synchronize()
             self._check_status(lane, stage)
         layers = len(self.spec.expert_layers)
         if lane.layer_index < layers and self.device.type == "cuda":
@@ -335,56 +249,20 @@ class AttentionSide(AFDControlPlane):
         hidden: [M, H] with M at least the step's rows (the rest is padding). topk_ids: int[M, k]; topk_weights: [M, k].
         """
         lane = self.lane(stage)
-        self._check_exchange(lane, hidden, layer_idx, stage)
-        if topk_ids.shape != topk_weights.shape or topk_ids.shape != (hidden.shape[0], self.spec.top_k):
-            raise AFDError(
-                f"topk_ids is {tuple(topk_ids.shape)} and topk_weights {tuple(topk_weights.shape)}; allowed: "
-                f"[{hidden.shape[0]}, {self.spec.top_k}] for both (rows of hidden, top_k of the model)"
-            )
+        capturing = self._is_capturing()
+        check_exchange(lane, hidden, layer_idx, self.spec, self.config, capturing=capturing)
+        check_choices(hidden, topk_ids, topk_weights, self.spec.top_k)
         ids, weights = topk_ids.to(torch.int32).contiguous(), topk_weights.to(torch.float32).contiguous()
         hidden = hidden.contiguous()
         if self.device.type == "cuda":
             first = lane.is_first_launch(hidden, ids, weights)
-            if first and self._is_capturing():
+            if first and capturing:
                 raise AFDError(
                     f"hidden {hidden.dtype}{list(hidden.shape)} at an address of another alignment than before is used "
                     "for the first time inside a graph capture; run the layer once with it before the capture"
                 )
         self._note(Event.PUBLISH_REQUEST, lane)
         lane.row_map = lane.dispatch(hidden, ids, weights, self.expert_bucket, layer_idx, self._index[layer_idx])
-
-    def _check_exchange(self, lane: Lane, hidden: torch.Tensor, layer_idx: int, stage: int) -> None:
-        layers = self.spec.expert_layers
-        if lane.offline and layer_idx not in self._index:
-            raise AFDError(f"layer_idx is {layer_idx}; allowed: {list(layers)}")
-        if lane.rows is None and not lane.offline:
-            raise AFDError(f"layer {layer_idx} is sent outside a step of stage {stage}; call begin_step first")
-        if lane.rows is not None and self._is_capturing():
-            raise AFDError(f"layer {layer_idx} is captured inside step {lane.step}; capture it in offline({stage})")
-        if not lane.offline:
-            self._check_order(lane, layer_idx, stage)
-        if hidden.dim() != 2 or hidden.shape[1] != self.spec.hidden_size or hidden.dtype != self.layout.request.dtype:
-            raise AFDError(
-                f"hidden is {hidden.dtype}{list(hidden.shape)}; allowed: {self.layout.request.dtype}[M, "
-                f"{self.spec.hidden_size}]; cast it, or connect with its dtype"
-            )
-        if hidden.shape[0] > self.config.max_batch_tokens:
-            raise AFDCapacityError(
-                f"hidden has {hidden.shape[0]} rows; allowed: up to max_batch_tokens={self.config.max_batch_tokens}; "
-                "split the batch, or raise max_batch_tokens on both sides"
-            )
-        if hidden.shape[0] < (lane.rows or 0):
-            raise AFDError(
-                f"hidden has {hidden.shape[0]} rows; the step was begun with {lane.rows}; begin it with fewer"
-            )
-
-    def _check_order(self, lane: Lane, layer_idx: int, stage: int) -> None:
-        layers = self.spec.expert_layers
-        if lane.layer_index >= len(layers) or layers[lane.layer_index] != layer_idx:
-            allowed = (
-                layers[lane.layer_index] if lane.layer_index < len(layers) else "none, all were sent; call end_step"
-            )
-            raise AFDError(f"layer_idx is {layer_idx} in step {lane.step} of stage {stage}; allowed: {allowed}")
 
     def recv_ffn_output(self, ref_tensor: torch.Tensor, *, layer_idx: int, stage: int) -> torch.Tensor:
         """Waits for every peer's reply and adds them up in fp32, in the order of the peers. Returns [M, H].
