@@ -17,13 +17,14 @@ import pytest
 import torch
 
 import afd_kernels
-from benchmarks import step_svg, step_trace
+from benchmarks import step_svg, step_trace, tables
 from benchmarks.exchange import __main__ as cli
 from benchmarks.exchange import delays, host, report, timing, trace
 from benchmarks.exchange.group import Bank, Spec, oracle
 from benchmarks.exchange.ops import Ops
 
 SPEC = Spec(num_experts=6, hidden_size=40, intermediate_size=24, top_k=3, num_layers=3, dtype=torch.float32)
+ROOT = tables.ROOT
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -325,3 +326,13 @@ def test_banks_share_their_weights() -> None:
     part, fewer = bank.part(range(2, 4)), bank.with_layers(1)
     assert part.w_up.data_ptr() == bank.w_up[2].data_ptr() and part.w_up.shape[0] == 2
     assert fewer.spec == dataclasses.replace(SPEC, num_layers=1) and fewer.w_down is bank.w_down
+
+
+def test_the_readme_s_table_is_that_of_the_committed_results() -> None:
+    page, data = (ROOT / "README.md").read_text(), json.loads(tables.RESULT.read_text())
+    table = tables.exchange_table(data)
+    assert tables.rewritten(page, table) == page, "run: python -m benchmarks.tables"
+    assert table.count("\n| ") >= 10 and "missed" in table
+    worse = json.loads(json.dumps(data))
+    worse["results"][0]["layer_us"] += 1
+    assert tables.exchange_table(worse) != table
