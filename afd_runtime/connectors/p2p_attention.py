@@ -205,11 +205,11 @@ class AttentionSide(AFDControlPlane):
             return
         layers = self.spec.expert_layers
         layer = layers[lane.layer_index] if lane.layer_index < len(layers) else None
-        self._leave(lane)
         if self.device.type == "cuda":
             lane.undrained = True
             lane.abort.set()
         self.control.abort(stage, lane.step, reason, layer)
+        self._leave(lane)  # last: from here on the thread of another stage may attach anew
 
     def go_offline(self, stage: int = 0) -> None:
         """An engine profiles, warms up or captures: until ``go_online`` layers send nothing and give zeros.

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two things at once, and calls at the wrong moment: no crash, nobody waits for ever, the right rank is named."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from group import checked_step, new_group
+
+from afd_runtime.remote_experts import AttentionSession
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def attach_anew_inside_abort(session: AttentionSession) -> list[float]:
+    """After a loss stage 1 is given up; the moment that it counts as left, another thread steps in stage 0."""
+    side: Any = session.connector.attention
+    checked_step(session, 3, seed=0, stage=1)
+    session.begin_step(2, 1)
+    side.control._lose(side.control.peers[0].link, "planted")
+    leave, errors = side._leave, []
+
+    def step() -> None:
+        errors.append(checked_step(session, 3, seed=1))
+
+    def leave_and_step(lane: Any) -> None:
+        leave(lane)
+        side._leave = leave
+        thread = threading.Thread(target=step, daemon=True)
+        thread.start()
+        thread.join(10)
+
+    side._leave = leave_and_step
+    session.abort_step("planted", 1)
+    return [*errors, *(checked_step(session, 3, seed=seed, stage=1) for seed in (2, 3))]
+
+
+def test_a_stage_is_given_up_while_the_thread_of_another_attaches_anew() -> None:
+    with new_group(num_stages=2, reply_timeout_s=3.0) as group:
+        ffn, (attention,) = group.start_all()
+        assert len(attention.call("run", attach_anew_inside_abort)) == 3
+        attention.call("close")
+        group.end(ffn)
