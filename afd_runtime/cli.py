@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``afd`` command. Exit codes: 0 done, 1 the check found a difference, 2 refused, 3 a process failed, 4 a bug."""
+"""The ``afd`` command. Exit codes: 0 done, 1 the check found a difference, 2 refused, 3 a process failed, 4 a bug.
+
+``afd ffn`` is a service: 0 stopped, 1 a fatal error, 2 refused. ``afd doctor``: 0, or 1 where a check failed.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import traceback
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +21,7 @@ except ImportError:
     sys.exit("afd: this command needs more than the kernels; install it with: pip install 'afd[transformers]'")
 
 EXIT_MISMATCH, EXIT_REFUSED, EXIT_FAILED, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
+EXIT_FATAL = 1
 
 app = typer.Typer(
     name="afd",
@@ -117,6 +124,10 @@ def ffn(
     dtype: DType = "auto",
     max_batch_tokens: MaxBatchTokens = 2048,
     doorbells: Doorbells = None,
+    http_port: Annotated[
+        int, typer.Option("--http-port", min=0, max=65535, help="Port of /health, /ready and /metrics; 0: none.")
+    ] = 0,
+    http_host: Annotated[str, typer.Option(help="Address of --http-port. Its pages ask for no token.")] = "127.0.0.1",
     kernel_counts: KernelCounts = None,
     events: Events = False,
 ) -> None:
@@ -139,9 +150,11 @@ def ffn(
         max_batch_tokens=max_batch_tokens,
         doorbells=doorbells,
     )
-    with open_display(events=events) as display:
+    with _fatal_errors(), _http_pages(ffn_rank, http_host, http_port) as probe, open_display(events=events) as display:
         on = torch.device(device)
-        serve_ffn_rank(model, config, ffn_rank, device=on, dtype=dtype, display=display, counts_path=kernel_counts)
+        serve_ffn_rank(
+            model, config, ffn_rank, device=on, dtype=dtype, display=display, counts_path=kernel_counts, probe=probe
+        )
 
 
 @app.command("attention-worker", hidden=True)
@@ -221,6 +234,43 @@ def _run_generate(request: Any, as_json: bool) -> None:
         print_report(report, Console())
     if report.check is not None and not report.check.ok:
         raise typer.Exit(EXIT_MISMATCH)
+
+
+@contextlib.contextmanager
+def _http_pages(ffn_rank: int, host: str, port: int) -> Iterator[Any]:
+    """Yields the ``RankProbe`` behind the pages of this process, or None for port 0."""
+    if port == 0:
+        yield None
+        return
+    from afd_runtime.http_probe import ProbeServer, RankProbe
+
+    probe = RankProbe(f"FFN rank {ffn_rank}")
+    server = ProbeServer(probe, host, port).start()
+    try:
+        yield probe
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def _fatal_errors() -> Iterator[None]:
+    """Ends a service that failed: the cause in one line, the last on stderr, then exit code 1.
+
+    Nothing runs after that line: freeing GPU memory would wait for a kernel that does not end, or raise once more.
+    """
+    from afd_runtime import envs
+    from afd_runtime.errors import one_line
+
+    try:
+        yield
+    except Exception as error:
+        if exit_code(error) == EXIT_REFUSED:
+            raise
+        if envs.AFD_LOG_LEVEL.get() == "DEBUG":
+            traceback.print_exc()
+        sys.stdout.flush()
+        print(f"afd: {one_line(error)}", file=sys.stderr, flush=True)
+        os._exit(EXIT_FATAL)
 
 
 def _configure_logging() -> None:

@@ -8,6 +8,12 @@ class AFDError(RuntimeError):
     """Anything that the AFD runtime refuses or that failed in it."""
 
 
+def one_line(error: BaseException) -> str:
+    """The error in one line of at most 1000 characters; one that is not of this module with its type."""
+    text = " ".join(str(error).split())
+    return (text if isinstance(error, AFDError) and text else f"{type(error).__name__}: {text}")[:1000]
+
+
 class AFDConfigError(AFDError, ValueError):
     """A configuration or an argument that cannot work. The text names the value, what is allowed and the next step."""
 

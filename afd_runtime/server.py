@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from afd_runtime.config import AFDConfig
 from afd_runtime.connectors.factory import create_connector
 from afd_runtime.connectors.p2p import P2PAFDConnector
 from afd_runtime.control_plane.messages import LayerTotals
-from afd_runtime.errors import AFDConfigError, AFDError, AFDShutdownError, AFDStuckError
+from afd_runtime.errors import AFDConfigError, AFDError, AFDShutdownError, AFDStuckError, one_line
 from afd_runtime.ffn_model_runner import GPUFFNModelRunner
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class FFNServer:
         self.runner = GPUFFNModelRunner(connector, bank, spec.expert_layers, use_cuda_graph=cuda)
         self._ffn_loop_error: BaseException | None = None
         self._serving, self._done = False, threading.Event()
+        self.stop_asked_at: float | None = None  # by time.monotonic
 
     @property
     def endpoint(self) -> str:
@@ -82,6 +84,22 @@ class FFNServer:
     def attached(self) -> tuple[int, ...]:
         """The attention ranks that are attached now."""
         return tuple(sorted(self.connector.ffn.control.lanes.ranks))
+
+    @property
+    def fatal_error(self) -> str | None:
+        """What ended this server, or is about to, in one line; None where nothing did."""
+        error = self._ffn_loop_error or self.connector.ffn.stuck
+        return None if error is None else one_line(error)
+
+    @property
+    def not_ready(self) -> str | None:
+        """Why attention ranks cannot attach now, in one line. None: the graphs are captured (on a GPU), the port is
+        bound, and this rank (FFN rank 0: each rank of the FFN group) has registered."""
+        if self.fatal_error is not None:
+            return self.fatal_error
+        if self.runner.use_cuda_graph and not all(tables.in_graph for tables in self.connector.ffn.tables):
+            return f"FFN rank {self.ffn_rank} captures its graphs"
+        return self.connector.ffn.control.not_ready
 
     def start(self) -> None:
         """Captures the graphs (on a GPU), binds the port; an FFN rank past 0 registers at FFN rank 0.
@@ -130,7 +148,11 @@ class FFNServer:
             raise AFDError(f"FFN rank {self.ffn_rank} did not end within {timeout_s:g} s: a step is still active")
 
     def request_stop(self) -> None:
-        """Asks ``serve_forever`` to end after the current step. Waits for nothing: for signal handlers."""
+        """Asks ``serve_forever`` to end after the current step. Waits for nothing: for signal handlers.
+
+        A step that does not end within ``STOP_PATIENCE_S`` is given up, and its attention ranks are told.
+        """
+        self.stop_asked_at = self.stop_asked_at or time.monotonic()
         self.connector.ffn.control.request_stop()
 
     def _serve_stage(self, stage: int) -> None:

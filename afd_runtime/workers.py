@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +26,11 @@ from afd_runtime.progress import Display
 from afd_runtime.topology import ExpertPlacement
 
 if TYPE_CHECKING:
+    from afd_runtime.http_probe import RankProbe
     from afd_runtime.kernel_counts import KernelCounts
+    from afd_runtime.server import FFNServer
 
+EXIT_WITHIN_S = 9.0  # of SIGTERM, whatever the process is doing
 TORCH_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
@@ -133,10 +139,12 @@ def serve_ffn_rank(
     dtype: str,
     display: Display,
     counts_path: Path | None = None,
+    probe: RankProbe | None = None,
 ) -> None:
     """Loads the experts of one FFN rank and serves them until SIGTERM or SIGINT. Needs no engine.
 
     counts_path: launches are counted from the first on, and an ``FFNCounts`` is written there at the end.
+    probe: what the HTTP pages read, told of each stage of the start.
     """
     from afd_runtime.server import FFNServer
 
@@ -149,8 +157,14 @@ def serve_ffn_rank(
     counts = None if counts_path is None else _kernel_counts()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while loading
     progress = functools.partial(display.progress, name)
+    if probe is not None:
+        probe.doing = "loads its experts"
     bank = ExpertBank.load(spec, experts, device=device, dtype=torch_dtype, progress=progress)
     server = FFNServer(config, ffn_rank, spec, bank, device=device, dtype=torch_dtype)
+    if probe is not None:
+        probe.server = server
+    ended = threading.Event()
+    threading.Thread(target=_end_in_time, args=(server, ended), daemon=True).start()
     try:
         server.start()
         if counts is not None:
@@ -163,6 +177,19 @@ def serve_ffn_rank(
             counts_path.write_bytes(msgspec.json.encode(counts.of_server(server)))
     finally:
         server.stop()
+        ended.set()
+
+
+def _end_in_time(server: FFNServer, ended: threading.Event) -> None:
+    """Ends the process with 1 where it was asked to stop and a step that cannot even be given up keeps it too long."""
+    while server.stop_asked_at is None or time.monotonic() - server.stop_asked_at < EXIT_WITHIN_S:
+        if ended.wait(0.25):
+            return
+    print(
+        f"afd: FFN rank {server.ffn_rank} was asked to stop, and its step did not end within {EXIT_WITHIN_S:g} s: "
+        "the experts or a kernel do not return", file=sys.stderr, flush=True,
+    )  # fmt: skip
+    os._exit(1)
 
 
 def run_attention_rank(job: AttentionJob, *, display: Display) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,8 +70,9 @@ class AttentionSide(AFDControlPlane):
             for stage in range(config.num_stages)
         ]
         self.stats = {layer: LayerStats() for layer in spec.expert_layers}
+        self.timeouts = [0] * config.num_stages  # waits for a reply that ended by their limit, by stage
         self._index = {layer: index for index, layer in enumerate(spec.expert_layers)}
-        self._timeout_s = config.reply_timeout(device)
+        self._timeout_s, self._reading = config.reply_timeout(device), threading.Lock()
         self._log = EventLog.of(f"A{attention_rank}", words=device.type == "cpu")
         self.group = Membership(
             config, attention_rank, self.placement, self.layout, self.lanes, self.doorbells, device,
@@ -224,7 +226,8 @@ class AttentionSide(AFDControlPlane):
             raise AFDError(f"stage {stage} goes offline inside a graph capture; do it before the capture begins")
         lane.drain()
         lane.go_offline()
-        lane.offline = True
+        with self._reading:  # a capture that begins now is not disturbed by a thread that reads counters
+            lane.offline = True
 
     def go_online(self, stage: int = 0) -> None:
         """Ends ``go_offline``. The lane takes part again from its next step on."""
@@ -288,6 +291,7 @@ class AttentionSide(AFDControlPlane):
 
     def _check_status(self, lane: Lane, stage: int) -> None:
         code, peer, expected, observed = lane.status[:4].tolist()
+        self.timeouts[stage] += code == StatusCode.TIMEOUT
         if code != StatusCode.OK:
             lane.status.zero_()
             layer = self.spec.expert_layers[split_word(expected)[2]]
@@ -316,7 +320,13 @@ class AttentionSide(AFDControlPlane):
             raise
 
     def layer_stats(self) -> dict[int, LayerStats]:
-        """The sums by layer. Reads the device's counters."""
+        """The sums by layer, from any thread. Reads the device's counters, which ``go_offline`` leaves as last read."""
+        with self._reading:
+            if self.device.type == "cpu" or not any(lane.offline for lane in self.lanes):
+                self._read_counters()
+        return self.stats
+
+    def _read_counters(self) -> None:
         sent = sum(lane.sent.cpu() for lane in self.lanes)
         if self.device.type == "cuda":
             waited = sum(lane.clocks[:, 0].cpu() for lane in self.lanes).tolist()  # type: ignore[union-attr]
@@ -327,7 +337,6 @@ class AttentionSide(AFDControlPlane):
             exchanges = [stats.exchanges] * len(rows)
             stats.bytes_out = sum(map(self._bytes_out, rows, exchanges))
             stats.bytes_back = sum(map(self._bytes_back, rows, exchanges))
-        return self.stats
 
     def _bytes_out(self, rows: int, messages: int) -> int:
         fixed = self.layout.request.bytes_used(0)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("afd_runtime.ffn")
 POLL_S = 20e-6
 STUCK_AFTER_S = 10.0
+STOP_PATIENCE_S = 5.0  # from the request to stop on; a step that is still in flight then is given up
 
 
 @dataclass(eq=False)
@@ -72,7 +73,10 @@ class Totals:
 
 
 class FFNSide(AFDControlPlane):
-    """One FFN rank: its control plane, the tables of each stage, and the three calls of the FFN loop."""
+    """One FFN rank: its control plane, the tables of each stage, and the three calls of the FFN loop.
+
+    messages: requests merged, and timeouts: waits for one that ended by their limit, by stage.
+    """
 
     def __init__(
         self,
@@ -97,6 +101,7 @@ class FFNSide(AFDControlPlane):
         ]
         self.totals = {layer: Totals() for layer in spec.expert_layers}
         self.steps_served = self._graph_steps = self._graph_rows = 0
+        self.messages, self.timeouts = [0] * config.num_stages, [0] * config.num_stages
         self._stuck: AFDStuckError | None = None
         self._steps: list[Step | None] = [None] * config.num_stages
         self._orders: list[Order | None] = [None] * config.num_stages
@@ -107,6 +112,11 @@ class FFNSide(AFDControlPlane):
             fingerprint(config, spec, dtype, fingerprint_extra, device), self.layer_totals, self.doorbells,
             self._watch_steps, self._log,
         )  # fmt: skip
+
+    @property
+    def stuck(self) -> AFDStuckError | None:
+        """The kernel that does not end, once that is known."""
+        return self._stuck
 
     def layer_totals(self) -> dict[int, LayerTotals]:
         """The sums by layer, as they are sent to attention ranks. What graphs did is as of their last step."""
@@ -211,6 +221,7 @@ class FFNSide(AFDControlPlane):
             time.sleep(POLL_S)
         self._graph_steps += 1
         self._graph_rows += self.step_rows(stage)
+        self.messages[stage] += len(self._step(stage).members) * len(self.spec.expert_layers)
         self.settle(stage)
         self.leave(stage)
 
@@ -219,11 +230,15 @@ class FFNSide(AFDControlPlane):
         return sum(participant.rows for _, participant in self._step(stage).members.values())
 
     def _watch_steps(self) -> None:
-        """On the watcher thread, with each heartbeat: nothing waits without end, for a doorbell or for a kernel."""
-        now = time.monotonic()
+        """On the watcher thread, with each heartbeat: nothing waits without end, for a doorbell, for a kernel, or for a
+        peer once a stop was asked for."""
+        now, stopping = time.monotonic(), self.control.stopping_since
         for stage, (step, tables) in enumerate(zip(self._steps, self.tables, strict=True)):
             if step is None:
                 continue
+            if stopping is not None and now - stopping > STOP_PATIENCE_S:
+                for index in list(step.members):
+                    tables.abort.set(index)
             if self.doorbells is not None and now - step.looked_at > BELL_PATIENCE_S:
                 step.looked_at = now
                 tables.open_bells()
@@ -255,6 +270,7 @@ class FFNSide(AFDControlPlane):
         totals = self.totals[layer_idx]
         totals.wait_s += step.received_at - start
         totals.exchanges, totals.rows = totals.exchanges + 1, totals.rows + base[-1]
+        self.messages[ubatch_idx] += len(step.members)
         context = AFDTransferContext(AFDTransferMetadata(layer_idx, ubatch_idx, lengths), states=(step, schedule))
         empty = torch.empty(0, self.spec.hidden_size, dtype=schedule.dtype, device=tables.slots.device)
         return AFDA2FTransferPayload(empty, context, routing=self.local_schedule(schedule))
@@ -332,6 +348,7 @@ class FFNSide(AFDControlPlane):
             self._forget(stage, index, reason, layers.get(index, layer))
         for index, (code, _, _, observed, rows, announced) in cells.items():
             status[index] = 0
+            self.timeouts[stage] += code == StatusCode.TIMEOUT
             if index in step.members:
                 self._drop(stage, index, self._why(code, layers[index], observed, rows, announced), layers[index])
 
@@ -350,7 +367,7 @@ class FFNSide(AFDControlPlane):
             return f"it sent {rows} rows after announcing {announced}"
         if code == StatusCode.MALFORMED:
             return "its message is malformed"
-        return "its wait was ended"
+        return f"this rank was asked to stop, and no request for layer {layer} arrived in time"
 
     def _drop(self, stage: int, index: int, reason: str, layer: int) -> None:
         rank = self.served[index]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -86,6 +87,7 @@ class FFNControlPlane:
         self._orders: list[deque[Order]] = [deque() for _ in range(config.num_stages)]
         self._begun = 0
         self._stopping: AFDError | None = None
+        self.stopping_since: float | None = None  # by time.monotonic
         self._root: Link | None = None
         self._registered: Registered | Refused | None = None
         self._watcher = Watcher(self.name, self._on_message, self._on_lost, config.liveness_timeout_s, on_beat)
@@ -102,6 +104,18 @@ class FFNControlPlane:
     def bad_frames(self) -> int:
         """Control frames that were dropped because they were no message, or no message for this place."""
         return self._watcher.bad_frames
+
+    @property
+    def not_ready(self) -> str | None:
+        """Why attention ranks cannot attach now, in one line; None where they can. Takes no lock."""
+        if self._stopping is not None:
+            return str(self._stopping)
+        if not self.endpoint:
+            return f"{self.name} has not bound its port yet"
+        if self._rendezvous is None:
+            return None if isinstance(self._registered, Registered) else f"{self.name} waits for FFN rank 0"
+        missing = self._rendezvous.missing()
+        return f"FFN rank(s) {', '.join(map(str, missing))} have not registered yet" if missing else None
 
     # -- from the server's threads --------------------------------------------------------------------------------
 
@@ -214,8 +228,13 @@ class FFNControlPlane:
         with self._changed:
             if failed and self._stopping is None:
                 self._tell_peers(reason)
-            self._stopping = self._stopping or error or AFDShutdownError(f"{self.name} ends: {reason}")
-            self._changed.notify_all()
+            self._begin_stop(error or AFDShutdownError(f"{self.name} ends: {reason}"))
+
+    def _begin_stop(self, error: AFDError) -> None:
+        """Inside the lock. The first reason stays."""
+        if self._stopping is None:
+            self._stopping, self.stopping_since = error, time.monotonic()
+        self._changed.notify_all()
 
     def close(self, reason: str) -> None:
         """Tells every peer, waits until that has been sent, frees the windows. Idempotent."""
@@ -248,7 +267,7 @@ class FFNControlPlane:
     def _on_lost(self, link: Link, reason: str) -> None:
         with self._changed:
             if link is self._root:
-                self._stopping = self._stopping or AFDError(f"{self.name} ends: FFN rank 0 was lost: {reason}")
+                self._begin_stop(AFDError(f"{self.name} ends: FFN rank 0 was lost: {reason}"))
             self._leave(link, reason)
             self._changed.notify_all()
 
@@ -375,8 +394,7 @@ class FFNControlPlane:
     def _on_shutdown(self, link: Link, message: Shutdown) -> None:
         if link is not self._root:
             raise AFDProtocolError(f"{link.name} sent Shutdown, which only FFN rank 0 sends here")
-        self._stopping = self._stopping or AFDShutdownError(f"FFN rank 0 ends: {message.reason}")
-        self._changed.notify_all()
+        self._begin_stop(AFDShutdownError(f"FFN rank 0 ends: {message.reason}"))
 
     def _check_stage(self, stage: int) -> None:
         if not 0 <= stage < self.config.num_stages:

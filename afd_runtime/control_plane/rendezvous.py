@@ -94,7 +94,7 @@ class Rendezvous:
                 "end it",
             )
         link.name = f"attention rank {peer.rank}"
-        missing = tuple(f for f in range(1, self.config.num_ffn_ranks) if f not in self._roster)
+        missing = self.missing()
         if missing:
             self._waiting[link] = message
             self._watcher.send(link, Pending(missing))
@@ -106,6 +106,10 @@ class Rendezvous:
         self._watcher.send(link, Welcome(session, endpoints, os.getpid()))
         self._watcher.watch(link, peer.pid)
         return None
+
+    def missing(self) -> tuple[int, ...]:
+        """The FFN ranks that have not registered."""
+        return tuple(f for f in range(1, self.config.num_ffn_ranks) if f not in self._roster)
 
     def _new_session(self) -> int:
         used = {session for _, session in self._sessions.values()}
