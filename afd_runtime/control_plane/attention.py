@@ -311,7 +311,7 @@ class AttentionControlPlane:
         with self._changed:
             if link not in self._links.values():
                 return
-            if self.peers and link not in [peer.link for peer in self.peers] and self.session:
+            if self.peers and link is self._links.get(0) and 0 not in self._peer_ranks:
                 return  # the rendezvous of a group whose replicated FFN ranks serve without it
             self._lost.setdefault(link, reason)
             for abort, unconfirmed in zip(self.aborts, self._unconfirmed, strict=True):

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from typing import Any
 
 import pytest
-from group import checked_step, new_group
+from group import SPEC, Failed, checked_step, new_group
 
+from afd_runtime.config import AFDConfig
 from afd_runtime.remote_experts import AttentionSession
+from afd_runtime.window import SharedMemoryFabric
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,3 +48,29 @@ def test_a_stage_is_given_up_while_the_thread_of_another_attaches_anew() -> None
         assert len(attention.call("run", attach_anew_inside_abort)) == 3
         attention.call("close")
         group.end(ffn)
+
+
+def step_with_a_peer_that_ended_in_attach(_: Any, options: dict, pid: int) -> None:
+    """FFN process ``pid`` ends after it has answered Attach, while its window is being mapped here."""
+    opened = SharedMemoryFabric.open
+
+    def end_meanwhile(self: SharedMemoryFabric, handle: Any, nbytes: int) -> Any:
+        window = opened(self, handle, nbytes)
+        if handle.pid == pid:
+            os.kill(pid, signal.SIGKILL)
+            time.sleep(0.5)
+        return window
+
+    SharedMemoryFabric.open = end_meanwhile  # type: ignore[method-assign]
+    config = AFDConfig(role="attention", **options)
+    with AttentionSession.connect(config, 0, SPEC, fingerprint_extra={}) as session:
+        checked_step(session, 3, seed=0)
+
+
+def test_an_ffn_rank_that_ends_while_its_window_is_mapped_is_lost() -> None:
+    with new_group(1, 2, reply_timeout_s=3.0, reattach_timeout_s=0.0) as group:
+        ffn = [group.ffn(0), group.ffn(1)]
+        attention = group.attention(connect=False)
+        with pytest.raises(Failed, match="AFDPeerLost: FFN rank 1") as caught:
+            attention.call("run", step_with_a_peer_that_ended_in_attach, group.options, ffn[1].process.pid)
+        assert caught.value.seconds < 3
