@@ -226,7 +226,7 @@ class FFNControlPlane:
         error: what ``next_orders`` raises from then on. failed: a stage is not served any more, so peers are told now.
         """
         with self._changed:
-            if failed and self._stopping is None:
+            if failed:  # also where a stop was asked for before
                 self._tell_peers(reason)
             self._begin_stop(error or AFDShutdownError(f"{self.name} ends: {reason}"))
 

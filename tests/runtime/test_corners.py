@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import pytest
-from group import SPEC, Failed, checked_step, new_group
+from group import SPEC, Failed, checked_step, local_group, new_group
 
 from afd_runtime.config import AFDConfig
 from afd_runtime.remote_experts import AttentionSession
@@ -74,3 +74,15 @@ def test_an_ffn_rank_that_ends_while_its_window_is_mapped_is_lost() -> None:
         with pytest.raises(Failed, match="AFDPeerLost: FFN rank 1") as caught:
             attention.call("run", step_with_a_peer_that_ended_in_attach, group.options, ffn[1].process.pid)
         assert caught.value.seconds < 3
+
+
+def test_a_fault_after_a_stop_was_asked_for_is_told_at_once() -> None:
+    with local_group(num_stages=2, loop=lambda server: None) as (servers, connect):
+        session, control = connect(), servers[0].connector.ffn.control
+        control.stop_serving("it was asked to stop")
+        assert session.connector.attention.control.loss is None  # a step of another stage may go on
+        control.stop_serving("the planted fault", failed=True)
+        deadline = time.monotonic() + 5
+        while session.connector.attention.control.loss is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert session.connector.attention.control.loss == ("FFN rank 0", "it shut down (the planted fault)")
