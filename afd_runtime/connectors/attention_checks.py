@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +17,14 @@ if TYPE_CHECKING:
     from afd_runtime.model_spec import ModelSpec
 
 
+def integer_rows(rows: Mapping[int, int]) -> dict[int, int]:
+    """``rows`` by stage as Python's int, which is what messages hold. Raises ``AFDError`` for anything else."""
+    try:
+        return {int(operator.index(stage)): int(operator.index(count)) for stage, count in rows.items()}
+    except TypeError:
+        raise AFDError(f"rows is {dict(rows)}; allowed: an integer for each stage; convert the counts to int") from None
+
+
 def check_begin(lane: Lane, num_rows: int, config: AFDConfig) -> None:
     """Raises ``AFDCapacityError`` or ``AFDError`` where a step of ``num_rows`` rows cannot begin."""
     most = config.max_batch_tokens
@@ -25,6 +35,8 @@ def check_begin(lane: Lane, num_rows: int, config: AFDConfig) -> None:
         )
     if num_rows < 0:
         raise AFDError(f"num_rows is {num_rows}; allowed: 0 … {most}")
+    if lane.offline:
+        raise AFDError(f"stage {lane.stage} is offline; begin its step after offline({lane.stage}) has ended")
     if lane.rows is not None:
         raise AFDError(f"stage {lane.stage} is still in step {lane.step}; call end_step or abort_step first")
 

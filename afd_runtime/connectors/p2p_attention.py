@@ -15,7 +15,7 @@ from afd_kernels.message import Lane as LaneField
 from afd_kernels.message import split_word
 from afd_kernels.signal import StatusCode
 from afd_runtime.config import AFDConfig
-from afd_runtime.connectors.attention_checks import check_begin, check_choices, check_exchange
+from afd_runtime.connectors.attention_checks import check_begin, check_choices, check_exchange, integer_rows
 from afd_runtime.connectors.attention_group import Membership
 from afd_runtime.connectors.attention_lane import Lane
 from afd_runtime.connectors.base import AFDControlPlane
@@ -143,6 +143,7 @@ class AttentionSide(AFDControlPlane):
         """
         if not rows:
             raise AFDError("rows is empty; allowed: the rows of one stage or more; name each stage of the forward")
+        rows = integer_rows(rows)
         for stage, num_rows in rows.items():
             check_begin(self.lane(stage), num_rows, self.config)
         while not self._begin(rows, flags, streams or {}):

@@ -10,9 +10,11 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from group import SPEC, Failed, checked_step, local_group, new_group
 
 from afd_runtime.config import AFDConfig
+from afd_runtime.errors import AFDError
 from afd_runtime.remote_experts import AttentionSession
 from afd_runtime.window import SharedMemoryFabric
 
@@ -86,3 +88,25 @@ def test_a_fault_after_a_stop_was_asked_for_is_told_at_once() -> None:
         while session.connector.attention.control.loss is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert session.connector.attention.control.loss == ("FFN rank 0", "it shut down (the planted fault)")
+
+
+def test_counts_of_rows_are_integers_of_any_kind_or_refused_before_a_step_begins() -> None:
+    with local_group(reply_timeout_s=3.0) as (_, connect):
+        session = connect()
+        for rows in (3.0, "3", None):
+            with pytest.raises(AFDError, match="allowed: an integer for each stage"):
+                session.begin_step(rows)
+        for rows in (torch.tensor(3), True):
+            session.begin_step(rows)
+            session.abort_step("enough")
+        checked_step(session, 3, seed=0)
+
+
+def test_no_step_begins_in_a_stage_that_is_offline() -> None:
+    with local_group(num_stages=2) as (_, connect):
+        session = connect()
+        with session.offline(1):
+            with pytest.raises(AFDError, match="stage 1 is offline; begin its step after"):
+                session.begin_steps({0: 2, 1: 3})
+            checked_step(session, 3, seed=0)
+        checked_step(session, 3, seed=1, stage=1)
