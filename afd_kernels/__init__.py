@@ -24,7 +24,8 @@ from afd_kernels.message import (
 )
 from afd_kernels.reply import REPLY_WORKSPACE, reply
 from afd_kernels.routing import route, route_workspace, top_k_from_logits
-from afd_kernels.signal import Status, StatusCode, wait
+from afd_kernels.signal import wait
+from afd_kernels.signal_host import Status, StatusCode
 from afd_kernels.step import INBOX_FIELDS, StepMember, begin_step, enter_step, fill_inbox, leave_step
 from afd_kernels.support import supported
 

@@ -26,7 +26,8 @@ from afd_kernels.message import (
     MessageLayout,
     tensor_at,
 )
-from afd_kernels.signal import _LANE_FIELDS, _MODE, _ROWS, Status, StatusCode, check_host_cell, check_lanes
+from afd_kernels.signal import _LANE_FIELDS, _MODE, _ROWS, check_host_cell, check_lanes
+from afd_kernels.signal_host import Status, StatusCode
 
 TILE_SHIFT = 10
 _MAGIC = tl.constexpr(MAGIC)

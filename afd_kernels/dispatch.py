@@ -42,11 +42,10 @@ from afd_kernels.signal import (
     check_lanes,
     check_optional,
     lane_word,
-    publish_host,
     ring,
-    ring_ref,
     store_release,
 )
+from afd_kernels.signal_host import publish_host, ring_ref
 from afd_kernels.small_plan import NUM_WARPS, is_small, plan_peer, plan_token, small_meta
 
 ROW_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

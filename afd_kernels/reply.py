@@ -36,11 +36,10 @@ from afd_kernels.signal import (
     check_optional,
     global_timer,
     lane_word,
-    publish_host,
     ring,
-    ring_ref,
     store_release,
 )
+from afd_kernels.signal_host import publish_host, ring_ref
 
 REPLY_WORKSPACE = 16
 _HEADER_BYTES = tl.constexpr(HEADER_BYTES)

@@ -24,11 +24,11 @@ from afd_kernels.signal import (
     _MODE,
     _ROWS,
     _WORD,
-    BELL_OPEN,
     CLOCK_FIELDS,
     check_lanes,
     check_optional,
 )
+from afd_kernels.signal_host import BELL_OPEN
 
 INBOX_FIELDS = 8
 _INBOX_FIELDS = tl.constexpr(INBOX_FIELDS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the README from committed results: ``python -m benchmarks.tables`` rewrites what stands between its marks."""
+"""Tables of the README from committed results: ``python -m benchmarks.tables`` rewrites what its marks enclose."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 
 from afd_kernels.message import Lane as LaneField
 from afd_kernels.message import split_word
-from afd_kernels.signal import StatusCode
+from afd_kernels.signal_host import StatusCode
 from afd_runtime.config import AFDConfig
 from afd_runtime.connectors.attention_checks import check_begin, check_choices, check_exchange, integer_rows
 from afd_runtime.connectors.attention_group import Membership

@@ -14,7 +14,7 @@ import torch
 
 import afd_kernels
 from afd_kernels.message import split_word
-from afd_kernels.signal import StatusCode
+from afd_kernels.signal_host import StatusCode
 from afd_kernels.step import StepMember, fill_inbox
 from afd_runtime.config import AFDConfig
 from afd_runtime.connectors.base import AFDControlPlane

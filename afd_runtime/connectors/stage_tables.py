@@ -7,7 +7,8 @@ import torch
 
 import afd_kernels
 from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, Lane
-from afd_kernels.signal import CLOCK_FIELDS, Status, StatusCode
+from afd_kernels.signal import CLOCK_FIELDS
+from afd_kernels.signal_host import Status, StatusCode
 from afd_kernels.step import INBOX_FIELDS, enter_step
 from afd_runtime.control_plane.cells import AbortCell, codes_of, host_zeros, status_cells
 from afd_runtime.doorbells import Doorbells

@@ -21,7 +21,8 @@ from afd_kernels import (
 )
 from afd_kernels.dispatch import dispatch_ref
 from afd_kernels.reply import reply_ref
-from afd_kernels.signal import BELL_OPEN, open_bells, wait_ref
+from afd_kernels.signal import open_bells
+from afd_kernels.signal_host import BELL_OPEN, wait_ref
 
 KINDS = pytest.mark.parametrize("kind", ["kernel", "host"])
 SESSION, STEP, EXCHANGE = 40000, 0x12345678, 3

@@ -9,7 +9,7 @@ import torch
 from kernel_harness import DEVICE, INTERPRETED, LONG_S, addresses
 
 from afd_kernels import MODE_OFFLINE, MODE_ONLINE, Lane, Status, StatusCode, begin_step, signal_word, wait
-from afd_kernels.signal import publish_host, wait_ref
+from afd_kernels.signal_host import publish_host, wait_ref
 
 SESSIONS = (1, 32767, 40000, 65535)
 

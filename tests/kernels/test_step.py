@@ -16,7 +16,7 @@ from afd_kernels import (
     leave_step,
     signal_word,
 )
-from afd_kernels.signal import BELL_OPEN
+from afd_kernels.signal_host import BELL_OPEN
 from afd_kernels.step import enter_step_ref
 from afd_kernels.testing import poison
 
