@@ -36,6 +36,7 @@ class Membership:
         self.lanes, self.doorbells, self.device, self.lock = lanes, doorbells, device, threading.RLock()
         self._fabric, self._fingerprint, self._log = create_fabric(config, device), fingerprint, log
         self._detached: tuple[str, str] | None = None
+        self._closed = False
         self.control = self._new_control()
 
     def _new_control(self) -> AttentionControlPlane:
@@ -63,6 +64,18 @@ class Membership:
         served = self.placement.attention_peers(peer.ffn_rank)
         return peer.bells.address + bell_offset(stage, served.index(self.attention_rank), len(served))
 
+    def close(self) -> None:
+        """Leaves the group for good. Launches under way end first, while the watcher still opens their doorbells."""
+        with self.lock:
+            self._closed = True
+            for lane in self.lanes:
+                lane.drain()
+            self.control.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise AFDError(f"attention rank {self.attention_rank} has closed its session; connect a new one")
+
     def reattach(self, timeout_s: float | None = None) -> None:
         """Leaves the group and joins it anew: a new session, new windows, the same tables, so captured graphs go on.
 
@@ -70,6 +83,7 @@ class Membership:
         is not complete in time, ``AFDRefusedError``; the next step tries again.
         """
         with self.lock:
+            self._check_open()
             busy = [lane.stage for lane in self.lanes if lane.rows is not None]
             if busy:
                 raise AFDError(f"stage {busy[0]} is in step {self.lanes[busy[0]].step}; end or abort it first")
@@ -87,6 +101,7 @@ class Membership:
         Raises ``AFDPeerLost`` with the loss where the group is not complete within ``reattach_timeout_s``.
         """
         with self.lock:  # the thread of another stage may be at it
+            self._check_open()
             loss = self._detached or self.control.loss
             if loss is not None and all(lane.rows is None for lane in self.lanes):
                 self._reattach_or_raise(stage, *loss)

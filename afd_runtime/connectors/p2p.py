@@ -100,7 +100,7 @@ class P2PAFDConnector(AFDConnector):
         if isinstance(self._side, FFNSide):
             self._side.control.close(reason)
         else:
-            self._side.control.close()
+            self._side.close()
 
     def send_attn_output(self, hidden: torch.Tensor, context: AFDTransferContext, **kwargs: Any) -> None:
         """Sends one layer's rows. kwargs: topk_ids [M, k], topk_weights [M, k]."""

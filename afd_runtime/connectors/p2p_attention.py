@@ -90,6 +90,12 @@ class AttentionSide(AFDControlPlane):
             self._warm_up()
         self.group.attach()
 
+    def close(self) -> None:
+        """Gives up the steps that are under way, detaches and frees the windows. Idempotent."""
+        for lane in self.lanes:
+            self.abort_step("it closes its session", lane.stage)
+        self.group.close()
+
     def _warm_up(self) -> None:
         """Launches every kernel once, offline: a first launch would wait for a kernel that waits for a peer."""
         request, device = self.layout.request, self.device

@@ -253,11 +253,16 @@ class AttentionControlPlane:
         return found
 
     def close(self) -> None:
-        """Detaches from every FFN rank, waits for its confirmation a moment, frees the windows. Idempotent."""
+        """Detaches from every FFN rank that has let go of the last step, frees the windows. Idempotent.
+
+        Waits a moment for each of the two confirmations.
+        """
         with self._changed:
             if self._closed:
                 return
             self._closed = True
+            # FFN ranks that have not let go of a step may still write replies into the windows
+            self._changed.wait_for(lambda: not any(self._unconfirmed), _DETACH_S)
             waiting = [link for link in self._links.values() if link not in self._lost]
             for link in waiting:
                 self._watcher.send(link, Detach())

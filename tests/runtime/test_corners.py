@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from group import SPEC, Failed, checked_step, local_group, new_group
+from group import SPEC, Failed, checked_step, local_group, new_group, random_layer
 
 from afd_runtime.config import AFDConfig
+from afd_runtime.control_plane.messages import Detach
 from afd_runtime.errors import AFDError
 from afd_runtime.remote_experts import AttentionSession
 from afd_runtime.window import SharedMemoryFabric
@@ -110,3 +111,52 @@ def test_no_step_begins_in_a_stage_that_is_offline() -> None:
                 session.begin_steps({0: 2, 1: 3})
             checked_step(session, 3, seed=0)
         checked_step(session, 3, seed=1, stage=1)
+
+
+def use_after_close(session: AttentionSession, in_step: bool) -> list[str]:
+    """What each call says after ``close``, inside a step or outside; the windows are unmapped."""
+    layer, tensors = SPEC.expert_layers[0], random_layer(SPEC, 3, seed=0)
+    if in_step:
+        session.begin_step(3)
+    session.close()
+    said = []
+    for call in (
+        lambda: session.experts(layer, *tensors), session.end_step, lambda: session.begin_step(3), session.reattach,
+    ):  # fmt: skip
+        with pytest.raises(AFDError) as caught:
+            call()
+        said.append(str(caught.value))
+    session.close()
+    return said
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+def test_a_closed_session_refuses_steps(in_step: bool) -> None:
+    with new_group() as group:
+        ffn, (attention,) = group.start_all()
+        sent, ended, begun, joined = attention.call("run", use_after_close, in_step)
+        assert "outside a step" in sent and "in no step" in ended
+        assert begun == joined == "attention rank 0 has closed its session; connect a new one"
+        group.attention(0).call("step", 3, seed=0)
+        group.end(ffn)
+
+
+def test_a_session_is_closed_after_every_ffn_rank_has_let_go_of_its_step() -> None:
+    with local_group(1, 2, num_stages=2) as (servers, connect):
+        session = connect()
+        side: Any = session.connector.attention
+        send, drained, detaches = side.control._watcher.send, [], []
+
+        def note(link: Any, message: Any) -> None:
+            if isinstance(message, Detach):
+                detaches.append((drained[:], list(map(len, side.control._unconfirmed))))
+            send(link, message)
+
+        side.control._watcher.send = note
+        for lane in side.lanes:
+            lane.drain = lambda stage=lane.stage: drained.append(stage)
+        session.begin_step(3, 1)
+        drained.clear()
+        session.experts(SPEC.expert_layers[0], *random_layer(SPEC, 3, seed=0), stage=1)
+        session.close()
+        assert detaches == [([0, 1], [0, 0])] * 2
