@@ -132,23 +132,25 @@ class AttentionControlPlane:
         return link
 
     def _attach(self, ffn_rank: int, link: Link, deadline: float) -> AttachedPeer:
-        reply = self.fabric.allocate(self.layout.reply_nbytes)
+        opened = [self.fabric.allocate(self.layout.reply_nbytes)]
         own_bells = None if self.doorbells is None else self.doorbells.handle
         try:
-            self._watcher.send(link, Attach(self._me, self.session, reply.handle, own_bells))
+            self._watcher.send(link, Attach(self._me, self.session, opened[0].handle, own_bells))
             attached = self._answer(link, Attached, deadline)
             if attached.ffn_rank != ffn_rank:
                 raise AFDProtocolError(f"{link.name} says that it is FFN rank {attached.ffn_rank}")
             self._watcher.watch(link, attached.pid)
-            request = self.fabric.open(attached.request_handle, self.layout.request_nbytes)
+            opened.append(self.fabric.open(attached.request_handle, self.layout.request_nbytes))
             bells = None
             if self.doorbells is not None and attached.bells is not None:
                 served = len(self.placement.attention_peers(ffn_rank))
                 bells = self.fabric.open(attached.bells, bell_bytes(self.config.num_stages, served))
         except BaseException:
-            reply.close()
+            for window in opened:
+                window.close()
             raise
         link.name = f"FFN rank {ffn_rank}"
+        reply, request = opened
         return AttachedPeer(ffn_rank, link, request, reply, bells)
 
     def _answer(self, link: Link, kind: type[T], deadline: float) -> T:

@@ -6,6 +6,7 @@ FFN rank 0 is also the rendezvous, and the sequencer where lanes span FFN ranks.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -324,12 +325,16 @@ class FFNControlPlane:
         peer, refusal = message.peer, self._attach_refusal(message)
         if refusal is not None:
             return self._refuse(link, refusal)
-        try:
-            reply = self.fabric.open(message.reply_handle, self.layout.reply_nbytes)
-            request = self.fabric.allocate(self.layout.request_nbytes)
-            bells = self._open_bells(message)
-        except AFDError as error:
-            return self._refuse(link, Refused("window", f"{self.name}: {error}"))
+        with contextlib.ExitStack() as refused:
+            try:
+                reply = self.fabric.open(message.reply_handle, self.layout.reply_nbytes)
+                refused.callback(reply.close)
+                request = self.fabric.allocate(self.layout.request_nbytes)
+                refused.callback(request.close)
+                bells = self._open_bells(message)
+            except AFDError as error:
+                return self._refuse(link, Refused("window", f"{self.name}: {error}"))
+            refused.pop_all()
         link.name = f"attention rank {peer.rank}"
         none = [-1] * self.config.num_stages
         lane = AttachedRank(peer.rank, message.session, link, request, reply, none, list(none), bells=bells)

@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from group import SPEC, Failed, checked_step, local_group, new_group, random_layer
+from group import SPEC, Bank, Failed, checked_step, local_group, new_group, random_layer
 
 from afd_runtime.config import AFDConfig
-from afd_runtime.control_plane.messages import Detach
+from afd_runtime.control_plane.fingerprint import machine_id
+from afd_runtime.control_plane.messages import Attach, Detach, Peer, Refused
+from afd_runtime.control_plane.transport import Link
 from afd_runtime.errors import AFDError
 from afd_runtime.remote_experts import AttentionSession
+from afd_runtime.server import FFNServer
 from afd_runtime.window import SharedMemoryFabric
+from afd_runtime.window_cuda import CudaHandle
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -160,3 +164,27 @@ def test_a_session_is_closed_after_every_ffn_rank_has_let_go_of_its_step() -> No
         session.experts(SPEC.expert_layers[0], *random_layer(SPEC, 3, seed=0), stage=1)
         session.close()
         assert detaches == [([0, 1], [0, 0])] * 2
+
+
+def windows_open() -> int:
+    """Windows of this process that have a file descriptor."""
+    links = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
+    return sum("afd-window" in os.readlink(link) for link in links if os.path.islink(link))
+
+
+def test_an_attach_that_is_refused_leaves_no_window_behind() -> None:
+    config = AFDConfig(role="ffn", port=0, max_batch_tokens=16)
+    server = FFNServer(config, 0, SPEC, Bank(SPEC, range(SPEC.num_experts)), fingerprint_extra={})
+    server.start()
+    control: Any = server.connector.ffn.control
+    answers: list[Any] = []
+    control._watcher.send = lambda link, message: answers.append(message)
+    reply = SharedMemoryFabric().allocate(control.layout.reply_nbytes)
+    control.doorbells, before = object(), windows_open()
+    me = Peer(0, os.getpid(), machine_id(), control._fingerprint)
+    control._on_attach(Link("a peer", b"1"), Attach(me, 1, reply.handle, CudaHandle(1, b"", 128)))
+    assert isinstance(answers[0], Refused) and answers[0].field == "window" and control.lanes.ranks == {}
+    assert windows_open() == before
+    control.doorbells = None
+    reply.close()
+    server.stop()
