@@ -263,7 +263,7 @@ class FFNSide(AFDControlPlane):
         self._note(Event.SEE_REQUEST, ubatch_idx)
         tables = self.tables[ubatch_idx]
         schedule = self._arrival(ubatch_idx, layer_idx)
-        self.settle(ubatch_idx, layer_idx)
+        self.settle(ubatch_idx, layer_idx, merged=True)
         step.received_at = time.perf_counter()
         base = schedule.lane_base.tolist()
         lengths = [after - before for before, after in zip(base, base[1:], strict=False) if after > before]
@@ -332,10 +332,11 @@ class FFNSide(AFDControlPlane):
         self.tables[stage].wait(self.config.peer_timeout_s, self.spec.expert_layers.index(layer))
         self.settle(stage, layer)
 
-    def settle(self, stage: int, layer: int | None = None) -> None:
+    def settle(self, stage: int, layer: int | None = None, *, merged: bool = False) -> None:
         """Takes the lanes whose status cells report a failure out of the step. The device has set them offline.
 
-        layer: that was being served; None where all layers of a graph are through: the cell's word tells then.
+        layer: that was being served; None where all layers of a graph are through: the cell's word tells then. merged:
+        the rows of the other lanes are about to be read, so those of them that were lost stay for now.
         """
         status, step = self.tables[stage].status, self._step(stage)
         failed = [index for index in step.members if self.tables[stage].has_failed(index)]
@@ -343,7 +344,7 @@ class FFNSide(AFDControlPlane):
             return
         cells = {index: status[index, :6].tolist() for index in failed}
         layers = {i: self._layer_of(cell[0], cell[2]) if layer is None else layer for i, cell in cells.items()}
-        for rank, reason in self.control.take_losses(stage):
+        for rank, reason in () if merged else self.control.take_losses(stage):
             index = self.served.index(rank)
             self._forget(stage, index, reason, layers.get(index, layer))
         for index, (code, _, _, observed, rows, announced) in cells.items():

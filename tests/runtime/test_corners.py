@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch
 from group import SPEC, Bank, Failed, checked_step, local_group, new_group, random_layer
 
+from afd_kernels import Header
 from afd_runtime.config import AFDConfig
 from afd_runtime.control_plane.fingerprint import machine_id
 from afd_runtime.control_plane.messages import Attach, Detach, Peer, Refused
@@ -188,3 +190,45 @@ def test_an_attach_that_is_refused_leaves_no_window_behind() -> None:
     control.doorbells = None
     reply.close()
     server.stop()
+
+
+def test_memory_of_a_lost_rank_whose_rows_were_merged_stays_until_they_are_computed() -> None:
+    """Rank 0 is lost after its wait, and rank 1's message is malformed: what is dropped then must not be in use."""
+    held: list[bool] = []
+
+    def serve(server: FFNServer) -> None:
+        side, bank = server.connector.ffn, server.runner.model
+        arrival, forward, control = side._arrival, bank.forward, side.control
+
+        def lose_and_merge(stage: int, layer: int) -> Any:
+            lanes, members = control.lanes.ranks, side._step(stage).members
+            if not held and len(members) == 2:
+                held.append(False)
+                side.layout.request.views(lanes[1].request.buffer).header[Header.ROWS] = 999
+                lost.append(lanes[0])
+                control._on_lost(lanes[0].link, "planted")
+            return arrival(stage, layer)
+
+        def compute(layer: int, schedule: Any) -> Any:
+            if lost and schedule.lane_base.tolist() == [0, 3, 3]:
+                held.append(lost[0].request.buffer.numel() > 0 and lost[0].reply.buffer.numel() > 0)
+            return forward(layer, schedule)
+
+        lost: list[Any] = []
+        side._arrival, bank.forward = lose_and_merge, compute
+        server.serve_forever()
+
+    def run(session: AttentionSession) -> None:
+        with contextlib.suppress(AFDError):
+            checked_step(session, 3, seed=0)
+
+    with local_group(2, 1, loop=serve, reply_timeout_s=2.0, reattach_timeout_s=0.0) as (servers, connect):
+        sessions = [connect(rank) for rank in (0, 1)]
+        with servers[0].connector.ffn.control._changed:  # both announcements become one unit
+            threads = [threading.Thread(target=run, args=(session,)) for session in sessions]
+            for thread in threads:
+                thread.start()
+            time.sleep(0.3)
+        for thread in threads:
+            thread.join(20)
+    assert held == [False, True]
