@@ -157,6 +157,27 @@ def ffn(
         )
 
 
+@app.command()
+def doctor(
+    host: Annotated[str, typer.Option(help="Control address of FFN rank 0, as for afd ffn.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Control port of FFN rank 0.")] = 29650,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Run every operation once and check it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Check this host and environment: one line a check, and what to do. Exit 1 if one failed."""
+    import json
+
+    from afd_runtime.doctor import Options, as_json_object, diagnose, has_failed
+
+    findings = diagnose(Options(host, port, kernels))
+    if as_json:
+        print(json.dumps(as_json_object(findings), indent=2))
+    else:
+        print("\n".join(finding.line() for finding in findings))
+    if has_failed(findings):
+        raise typer.Exit(EXIT_FATAL)
+
+
 @app.command("attention-worker", hidden=True)
 def attention_worker(job: Path) -> None:
     """One attention rank of ``afd generate``; JOB is the file that it wrote."""
