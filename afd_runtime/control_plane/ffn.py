@@ -135,7 +135,11 @@ class FFNControlPlane:
         self._watcher.start()
         root = endpoint_of(self.config.host, self.config.port)
         me = Peer(self.ffn_rank, os.getpid(), machine_id(), self._fingerprint, self._token)
-        self._root = self._watcher.connect("FFN rank 0", root)
+        try:
+            self._root = self._watcher.connect("FFN rank 0", root)
+        except AFDError:
+            self._watcher.stop()
+            raise
         self._watcher.send(self._root, Register(me, self.endpoint))
         answer = self._await_registered(root)
         if isinstance(answer, Registered):

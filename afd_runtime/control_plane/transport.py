@@ -96,15 +96,15 @@ class Watcher:
         self._thread.start()
 
     def connect(self, name: str, endpoint: str) -> Link:
-        """A new connection; what is sent on it waits until the peer is there."""
+        """A new connection; what is sent on it waits until the peer is there. Raises ``AFDConfigError``."""
         link = Link(name)
-
-        def dial() -> None:
-            link.socket = self._socket(zmq.DEALER, endpoint)
+        link.socket = self._socket(zmq.DEALER, endpoint)
+        try:
             link.socket.connect(endpoint)
-            self._dialled.append(link)
-
-        self.post(dial)
+        except zmq.ZMQError as error:
+            link.socket.close()
+            raise AFDConfigError(f"cannot connect to {endpoint}: {error}; correct host and port") from error
+        self.post(lambda: self._dialled.append(link))  # from then on the socket is the thread's
         return link
 
     def send(self, link: Link, message: Message) -> None:

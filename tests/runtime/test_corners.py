@@ -19,7 +19,7 @@ from afd_runtime.config import AFDConfig
 from afd_runtime.control_plane.fingerprint import machine_id
 from afd_runtime.control_plane.messages import Attach, Detach, Peer, Refused
 from afd_runtime.control_plane.transport import Link
-from afd_runtime.errors import AFDError
+from afd_runtime.errors import AFDConfigError, AFDError
 from afd_runtime.remote_experts import AttentionSession
 from afd_runtime.server import FFNServer
 from afd_runtime.window import SharedMemoryFabric
@@ -232,3 +232,17 @@ def test_memory_of_a_lost_rank_whose_rows_were_merged_stays_until_they_are_compu
         for thread in threads:
             thread.join(20)
     assert held == [False, True]
+
+
+@pytest.mark.parametrize("role", ["attention", "ffn"])
+def test_a_host_that_is_no_address_is_refused_at_once(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AFD_TOKEN", "a secret")
+    options = {"role": role, "host": "no such host!", "bind_host": "127.0.0.1", "port": 4444, "num_ffn_ranks": 2}
+    config, start = AFDConfig(**options), time.monotonic()
+    with pytest.raises(AFDConfigError, match="cannot connect to tcp://no such host!:4444"):
+        if role == "attention":
+            AttentionSession.connect(config, 0, SPEC, fingerprint_extra={})
+        else:
+            FFNServer(config, 1, SPEC, Bank(SPEC, range(SPEC.num_experts)), fingerprint_extra={}).start()
+    assert time.monotonic() - start < 5
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("afd-watcher")]
