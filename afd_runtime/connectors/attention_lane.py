@@ -45,7 +45,7 @@ class Lane:
         self.layer_index = 0
         self.offline = self.undrained = False
         self.looked_at = 0.0
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: set[torch.cuda.Stream] = set()
         self._launched: set[tuple] = set()
 
     def forget_warm_up(self) -> None:
@@ -74,14 +74,19 @@ class Lane:
         self._write(1, 0, 0, MODE_OFFLINE)
 
     def _write(self, session: int, step: int, rows: int, mode: int) -> None:
-        if self.device.type == "cuda":
-            self._stream = torch.cuda.current_stream(self.device)
+        self._streams.clear()
+        self.note_stream()
         afd_kernels.begin_step(self.state, session=session, step=step, rows=rows, mode=mode, bells=self.bells)
 
+    def note_stream(self) -> None:
+        """What the current stream was given until now belongs to the step."""
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            self._streams.add(torch.cuda.current_stream(self.device))
+
     def synchronize(self) -> None:
-        """Waits for the stream on which the step began."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        """Waits for the streams on which the step began, sent a layer, was ended or given up."""
+        for stream in self._streams:
+            stream.synchronize()
 
     def drain(self) -> None:
         """Waits for the launches of a step that was given up: its abort flag ends their waits."""
@@ -107,6 +112,8 @@ class Lane:
         index: int,
     ) -> torch.Tensor:
         """Sends exchange ``index``. Returns the row map."""
+        if self.rows is not None:
+            self.note_stream()
         return afd_kernels.dispatch(
             hidden, ids, weights, expert_bucket=bucket, slots=self.slots, layout=self.layout.request, lane=self.state,
             layer=layer, sent=self.sent[index], bells=self.peer_bells, workspace=self.workspace,

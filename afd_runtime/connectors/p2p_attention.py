@@ -181,6 +181,7 @@ class AttentionSide(AFDControlPlane):
         if lane.rows is None:
             raise AFDError(f"stage {stage} is in no step; call begin_step first")
         if self.device.type == "cuda":  # before any result of the step leaves
+            lane.note_stream()
             lane.synchronize()
             self._check_status(lane, stage)
         layers = len(self.spec.expert_layers)
@@ -215,6 +216,7 @@ class AttentionSide(AFDControlPlane):
         layers = self.spec.expert_layers
         layer = layers[lane.layer_index] if lane.layer_index < len(layers) else None
         if self.device.type == "cuda":
+            lane.note_stream()
             lane.undrained = True
             lane.abort.set()
         self.control.abort(stage, lane.step, reason, layer)

@@ -246,3 +246,43 @@ def test_a_host_that_is_no_address_is_refused_at_once(role: str, monkeypatch: py
             FFNServer(config, 1, SPEC, Bank(SPEC, range(SPEC.num_experts)), fingerprint_extra={}).start()
     assert time.monotonic() - start < 5
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("afd-watcher")]
+
+
+class Stream:
+    """Stands for a CUDA stream: knows whether it was waited for. The kernels' references run at once."""
+
+    def __init__(self) -> None:
+        self.waited_for = 0
+
+    def synchronize(self) -> None:
+        self.waited_for += 1
+
+
+@pytest.mark.parametrize("end", ["end_step", "abort_step"])
+def test_a_step_waits_for_every_stream_that_it_ran_on(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins on one stream, a layer runs on a second, a graph was replayed on the third, where it ends."""
+    began, ran, ended, later = streams = [Stream() for _ in range(4)]
+    with local_group(reply_timeout_s=5.0) as (_, connect):
+        session = connect()
+        side: Any = session.connector.attention
+        for cell in (side, side.lanes[0]):
+            monkeypatch.setattr(cell, "device", torch.device("cuda"))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+        def on(stream: Stream) -> None:
+            monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+
+        on(began)
+        session.begin_step(3)
+        on(ran)
+        for layer in SPEC.expert_layers:
+            session.experts(layer, *random_layer(SPEC, 3, seed=layer))
+        on(ended)
+        session.end_step() if end == "end_step" else session.abort_step("enough")
+        on(later)
+        session.begin_step(3)
+        assert [stream.waited_for for stream in streams] == [1, 1, 1, 0]
+        for cell in (side, side.lanes[0]):
+            monkeypatch.setattr(cell, "device", torch.device("cpu"))
+        session.abort_step("enough")
+        checked_step(session, 3, seed=0)
