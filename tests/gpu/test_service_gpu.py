@@ -93,6 +93,7 @@ def test_sigterm_gives_up_a_graphs_step_whose_peer_sends_nothing_more() -> None:
         start = time.monotonic()
         (report,) = group.end(ffn)
         assert 4 < time.monotonic() - start < 10
+        attention.call("abort_step", "nobody serves it")
         with pytest.raises(Failed, match="asked to stop"):
-            attention.call("end_step")
+            attention.call("begin_step", 1)
     assert report["steps"] == 2 and any("asked to stop" in text for text in report["warnings"])
