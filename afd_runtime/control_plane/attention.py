@@ -91,6 +91,7 @@ class AttentionControlPlane:
         self._me = Peer(attention_rank, os.getpid(), machine_id(), fingerprint, config.token())
         self._changed = threading.Condition()
         self._inbox: queue.Queue[tuple[Link, Message | str]] = queue.Queue()
+        self._asking, self._totals = threading.Lock(), queue.Queue[Stats]()
         self._links: dict[int, Link] = {}
         self._lost: dict[Link, str] = {}
         self._current = [-1] * config.num_stages
@@ -239,7 +240,11 @@ class AttentionControlPlane:
             return next(((link.name, reason) for link, reason in self._lost.items()), None)
 
     def stats(self, timeout_s: float = 2.0) -> dict[int, Stats]:
-        """The totals of each living peer, by FFN rank. A peer that does not answer in time is left out."""
+        """The totals of each living peer, by FFN rank, from any thread. One that does not answer in time is left out."""
+        with self._asking:
+            return self._ask_for_stats(timeout_s)
+
+    def _ask_for_stats(self, timeout_s: float) -> dict[int, Stats]:
         found: dict[int, Stats] = {}
         asked = [peer for peer in self.peers if peer.link not in self._lost]
         for peer in asked:
@@ -247,11 +252,10 @@ class AttentionControlPlane:
         deadline = time.monotonic() + timeout_s
         while len(found) < len(asked):
             try:
-                _, message = self._inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+                answer = self._totals.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 break
-            if isinstance(message, Stats):
-                found[message.ffn_rank] = message
+            found[answer.ffn_rank] = answer
         return found
 
     def close(self) -> None:
@@ -292,7 +296,9 @@ class AttentionControlPlane:
             if not 0 <= message.stage < self.config.num_stages:
                 raise AFDProtocolError(f"stage is {message.stage}; allowed: 0 … {self.config.num_stages - 1}")
             self._on_step_end(link, message)
-        elif isinstance(message, (Welcome, Pending, Attached, Refused, Stats, Detach)):
+        elif isinstance(message, Stats):
+            self._totals.put(message)
+        elif isinstance(message, (Welcome, Pending, Attached, Refused, Detach)):
             self._inbox.put((link, message))
         else:
             raise AFDProtocolError(

@@ -17,7 +17,7 @@ from group import SPEC, Bank, Failed, checked_step, local_group, new_group, rand
 from afd_kernels import Header
 from afd_runtime.config import AFDConfig
 from afd_runtime.control_plane.fingerprint import machine_id
-from afd_runtime.control_plane.messages import Attach, Detach, Peer, Refused
+from afd_runtime.control_plane.messages import Attach, Detach, Heartbeat, Peer, Refused
 from afd_runtime.control_plane.transport import Link
 from afd_runtime.errors import AFDConfigError, AFDError
 from afd_runtime.remote_experts import AttentionSession
@@ -286,3 +286,18 @@ def test_a_step_waits_for_every_stream_that_it_ran_on(end: str, monkeypatch: pyt
             monkeypatch.setattr(cell, "device", torch.device("cpu"))
         session.abort_step("enough")
         checked_step(session, 3, seed=0)
+
+
+def test_asking_for_totals_leaves_what_an_attaching_thread_waits_for() -> None:
+    with local_group(1, 2) as (_, connect):
+        session = connect()
+        control: Any = session.connector.attention.control
+        checked_step(session, 3, seed=0)
+        control._inbox.put((control.peers[1].link, Heartbeat()))
+        seen: list[int] = []
+        threads = [threading.Thread(target=lambda: seen.append(len(control.stats()))) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert seen == [2] * 4 and control._inbox.get_nowait()[1] == Heartbeat()
