@@ -72,19 +72,22 @@ def _reply_kernel(
     starts = tl.load(lane_base_ptr + offs_a, mask=mask_a, other=0)
     ends = tl.load(lane_base_ptr + 1 + offs_a, mask=mask_a, other=2147483647)
     weight_addresses = tl.load(weight_address_ptr + offs_a, mask=mask_a, other=0)
-    slots = tl.load(slots_ptr + offs_a, mask=mask_a, other=0)
+    # a lane that went offline after its rows were merged: neither its weights nor its slot may be there any more
+    online = tl.load(lanes_ptr + offs_a * _LANE_FIELDS + _MODE, mask=mask_a, other=0) == 1
+    slots = tl.load(slots_ptr + offs_a, mask=mask_a & online, other=0)
     chunks = tl.cdiv(H, BLOCK_H)
     for work in range(tl.program_id(0), tl.load(lane_base_ptr + A) * chunks, tl.num_programs(0)):
         row = work // chunks
         cols = (work % chunks) * BLOCK_H + offs_h
         mine = offs_a == tl.sum((row >= ends).to(tl.int32), axis=0)
         local = (row - tl.sum(tl.where(mine, starts, 0), axis=0)).to(tl.int64)
-        weights = tl.sum(tl.where(mine, weight_addresses, 0), axis=0)
-        weights = weights.to(tl.pointer_type(tl.float32)) + local * TOP_K
-        acc = weighted_row(y_ptr, weights, row.to(tl.int64), cols, H, TOP_K)
-        slot = slot_pointer(tl.sum(tl.where(mine, slots, 0), axis=0))
-        out = (slot + _HEADER_BYTES).to(tl.pointer_type(out_ptr.dtype.element_ty))
-        tl.store(out + local * H + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < H)
+        slot = tl.sum(tl.where(mine, slots, 0), axis=0)
+        if slot != 0:
+            weights = tl.sum(tl.where(mine, weight_addresses, 0), axis=0)
+            weights = weights.to(tl.pointer_type(tl.float32)) + local * TOP_K
+            acc = weighted_row(y_ptr, weights, row.to(tl.int64), cols, H, TOP_K)
+            out = (slot_pointer(slot) + _HEADER_BYTES).to(tl.pointer_type(out_ptr.dtype.element_ty))
+            tl.store(out + local * H + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < H)
     if arrive_last(counter_ptr, tl.num_programs(0)):
         for a in range(A):
             lane_ptr = lanes_ptr + a * _LANE_FIELDS

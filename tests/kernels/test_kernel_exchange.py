@@ -185,6 +185,27 @@ def test_offline_lane(offline, launches):
     launches.expect(*KERNELS)
 
 
+@pytest.mark.parametrize("gone", [0, 1, 2])
+@pytest.mark.parametrize("unmapped", [False, True])
+def test_a_lane_that_leaves_after_its_rows_were_merged(gone, unmapped, launches):
+    case = Case(1, 3, 7, 3, torch.float32)
+    world, lanes = case.world, case.world.ffn_lanes[0]
+    maps = case.send()
+    passes(world.requests_to(0), lanes)
+    schedule = arrival(world.requests_to(0), lanes, world.layout)
+    y = experts_forward(schedule, **case.shards[0])
+    lanes[gone, Lane.MODE] = MODE_OFFLINE
+    replies, before = world.replies_from(0), to_cpu(world.replies[0][gone])
+    if unmapped:
+        replies[gone] = 0
+        schedule.weight_address[gone] = 64
+    reply(y, schedule, replies, lanes, world.reply_layout)
+    assert torch.equal(world.replies[0][gone].cpu(), before), "the slot of a lane that left was touched"
+    for a in {0, 1, 2} - {gone}:
+        assert_close(world.receive(a, maps[a]), case.want(a))
+    launches.expect(*KERNELS)
+
+
 def test_all_lanes_offline(launches):
     case = Case(2, 2, 7, 3, torch.float32)
     case.world.begin([7, 10], modes=[MODE_OFFLINE] * 2)
