@@ -16,7 +16,7 @@ from afd_runtime.connectors.attention_lane import Lane
 from afd_runtime.control_plane.attention import AttachedPeer, AttentionControlPlane
 from afd_runtime.control_plane.messages import Fingerprint
 from afd_runtime.doorbells import BELL_PATIENCE_S, Doorbells, bell_offset
-from afd_runtime.errors import AFDAttachError, AFDError, AFDPeerLost
+from afd_runtime.errors import AFDError, AFDPeerLost, AFDRefusedError
 from afd_runtime.event_log import EventLog
 from afd_runtime.topology import ExpertPlacement
 from afd_runtime.window import WindowLayout, create_fabric
@@ -113,7 +113,9 @@ class Membership:
             raise AFDPeerLost(f"was lost: {why}", **lost)
         try:
             self.reattach(self.config.reattach_timeout_s)
-        except AFDAttachError as error:
+        except AFDRefusedError:  # it names what to change
+            raise
+        except AFDError as error:
             raise AFDPeerLost(f"was lost: {why}; attaching anew failed: {error}", **lost) from error
         logger.info("attention rank %d attached anew after %s was lost: %s", self.attention_rank, name, why)
 

@@ -240,7 +240,7 @@ class AttentionControlPlane:
             return next(((link.name, reason) for link, reason in self._lost.items()), None)
 
     def stats(self, timeout_s: float = 2.0) -> dict[int, Stats]:
-        """The totals of each living peer, by FFN rank, from any thread. One that does not answer in time is left out."""
+        """The totals of each living peer, by FFN rank, from any thread. One that does not answer in time is missing."""
         with self._asking:
             return self._ask_for_stats(timeout_s)
 

@@ -19,7 +19,7 @@ from afd_runtime.config import AFDConfig
 from afd_runtime.control_plane.fingerprint import machine_id
 from afd_runtime.control_plane.messages import Attach, Detach, Heartbeat, Peer, Refused
 from afd_runtime.control_plane.transport import Link
-from afd_runtime.errors import AFDConfigError, AFDError
+from afd_runtime.errors import AFDConfigError, AFDError, AFDPeerLost
 from afd_runtime.remote_experts import AttentionSession
 from afd_runtime.server import FFNServer
 from afd_runtime.window import SharedMemoryFabric
@@ -301,3 +301,19 @@ def test_asking_for_totals_leaves_what_an_attaching_thread_waits_for() -> None:
         for thread in threads:
             thread.join(10)
         assert seen == [2] * 4 and control._inbox.get_nowait()[1] == Heartbeat()
+
+
+def test_whatever_keeps_a_rank_from_attaching_anew_is_told_with_the_loss() -> None:
+    with local_group(reply_timeout_s=3.0) as (_, connect):
+        session = connect()
+        group: Any = session.connector.attention.group
+        group._detached, attach = ("FFN rank 0", "planted"), group.attach
+
+        def vanish(timeout_s: float) -> None:
+            raise AFDError("cannot map the window of process 1")
+
+        group.attach = vanish
+        with pytest.raises(AFDPeerLost, match="FFN rank 0 was lost: planted; attaching anew failed: cannot map"):
+            session.begin_step(3)
+        group.attach = attach
+        checked_step(session, 3, seed=0)
