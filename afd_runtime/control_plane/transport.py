@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import zmq
 
-from afd_runtime.control_plane.messages import MAX_MESSAGE_BYTES, Heartbeat, Message, decode, encode
+from afd_runtime.control_plane.messages import MAX_MESSAGE_BYTES, Heartbeat, Message, Shutdown, decode, encode
 from afd_runtime.errors import AFDConfigError, AFDProtocolError
 
 logger = logging.getLogger("afd_runtime.control_plane")
@@ -146,9 +146,13 @@ class Watcher:
                 self._lose(link, f"process {link.pid} ended")
 
     def supersede(self, link: Link, pid: int) -> bool:
-        """On this thread: loses ``link`` if its own process ``pid`` connects anew, which noticed a loss before us."""
+        """On this thread: loses ``link`` if its own process ``pid`` connects anew, which noticed a loss before us.
+
+        A session of that process that still uses the link is told.
+        """
         if link.pid != pid or pid == os.getpid():
             return False
+        self._send(link, encode(Shutdown(f"for this session: process {pid} connected anew as {link.name}")))
         self._lose(link, f"process {pid} connected anew")
         return True
 

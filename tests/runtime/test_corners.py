@@ -317,3 +317,22 @@ def test_whatever_keeps_a_rank_from_attaching_anew_is_told_with_the_loss() -> No
             session.begin_step(3)
         group.attach = attach
         checked_step(session, 3, seed=0)
+
+
+def connect_again(session: AttentionSession, options: dict) -> str:
+    """What the first session says after its process has connected a second one of the same rank."""
+    config = AFDConfig(role="attention", **options)
+    with AttentionSession.connect(config, 0, SPEC, fingerprint_extra={}) as second:  # type: ignore[arg-type]
+        checked_step(second, 3, seed=0)
+        with pytest.raises(AFDPeerLost) as caught:
+            checked_step(session, 3, seed=0)
+        checked_step(second, 3, seed=1)
+    return str(caught.value)
+
+
+def test_a_rank_that_connects_twice_is_named_at_once() -> None:
+    with new_group(reattach_timeout_s=0.0) as group:
+        ffn, (attention,) = group.start_all()
+        text = attention.start("run", connect_again, group.options).result(8)
+        assert f"process {attention.process.pid} connected anew as attention rank 0" in text
+        group.end(ffn)
