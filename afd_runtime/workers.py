@@ -19,6 +19,7 @@ import torch
 from afd_runtime._greedy import greedy_generate
 from afd_runtime.checkpoint import DTYPES
 from afd_runtime.config import AFDConfig
+from afd_runtime.devices import use_device
 from afd_runtime.errors import AFDConfigError
 from afd_runtime.ffn_backend import ExpertBank
 from afd_runtime.model_spec import ModelSpec
@@ -150,6 +151,7 @@ def serve_ffn_rank(
 
     name = f"FFN rank {ffn_rank}"
     spec = ModelSpec.from_pretrained(model)
+    use_device(device)
     placement = ExpertPlacement(config.placement, spec.num_experts, config.num_attention_ranks, config.num_ffn_ranks)
     experts = placement.local_experts(ffn_rank)
     torch_dtype = model_dtype(dtype, spec)
@@ -201,6 +203,7 @@ def run_attention_rank(job: AttentionJob, *, display: Display) -> None:
     spec = ModelSpec.from_pretrained(job.model)
     config = AFDConfig(**job.config)
     device, dtype = torch.device(job.device), model_dtype(job.dtype, spec)
+    use_device(device)
     session = AttentionSession.connect(config, job.attention_rank, spec, device=device, dtype=dtype)
     try:
         recorder = LayerRecorder(session, len(spec.expert_layers), job.record_bytes) if job.calls_path else None

@@ -9,6 +9,7 @@ import afd_kernels
 from afd_kernels.message import LANE_FIELDS, MODE_OFFLINE, MODE_ONLINE
 from afd_kernels.signal import CLOCK_FIELDS
 from afd_runtime.control_plane.cells import AbortCell, status_cells
+from afd_runtime.devices import check_current
 from afd_runtime.doorbells import Doorbells
 from afd_runtime.window import WindowLayout
 
@@ -74,6 +75,7 @@ class Lane:
         self._write(1, 0, 0, MODE_OFFLINE)
 
     def _write(self, session: int, step: int, rows: int, mode: int) -> None:
+        check_current(self.device)
         self._streams.clear()
         self.note_stream()
         afd_kernels.begin_step(self.state, session=session, step=step, rows=rows, mode=mode, bells=self.bells)

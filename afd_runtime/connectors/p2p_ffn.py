@@ -175,6 +175,8 @@ class FFNSide(AFDControlPlane):
     def _enter(self, order: Order) -> None:
         stage, tables = order.stage, self.tables[order.stage]
         if self._steps[stage] is not None:
+            if tables.in_graph:  # its graph still reads what would be written here
+                raise AFDError(f"stage {stage} is still in a step; finish_step ends it, before the next one is entered")
             self.leave(stage)
         step, members = Step(order, layers_left=len(self.spec.expert_layers)), []
         for lane, participant in self.control.enter_step(order, tables.abort):
