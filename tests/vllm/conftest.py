@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM in processes of its own: undivided, with every plugin off, and with its experts on FFN ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FAULTS = ROOT / "tests" / "integration" / "faults"
+MAX_TOKENS = 16
+PROMPTS = [[(7 * i * (k + 1) + k) % 500 + 1 for i in range(3 + 5 * k)] for k in range(8)]
+#: vLLM raises max_num_batched_tokens to this for MLA models on a CPU, whatever it was given.
+MAX_BATCH_TOKENS = 2048
+LLM = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": MAX_BATCH_TOKENS,
+}
+ENV = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A start of vLLM takes half a minute, and there are several in a test."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and "vllm_run" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(600))
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session")
+def vllm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of a small checkpoint of a family that vLLM serves on a CPU, written once."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def get(family: str) -> Path:
+        from afd_runtime.demo_models import write_demo_model
+
+        path = root / family
+        return path if path.exists() else write_demo_model(f"{family}_vllm", path)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def vllm_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Runs `offline.py` on a checkpoint. afd: the settings of an attention engine; None: undivided, without plugins."""
+
+    def run(model: Path, afd: dict[str, Any] | None = None, **llm: Any) -> dict[str, Any]:
+        work = tmp_path_factory.mktemp("vllm")
+        arguments = {**LLM, **llm} | ({} if afd is None else {"additional_config": {"afd": afd}})
+        job = {"model": str(model), "prompts": PROMPTS, "max_tokens": MAX_TOKENS, "llm": arguments}
+        job |= {"report": afd is not None, "out": str(work / "out.json")}
+        (work / "job.json").write_text(json.dumps(job))
+        env = {**os.environ, **ENV, "VLLM_PLUGINS": "afd" if afd is not None else ""}
+        command = [sys.executable, str(Path(__file__).with_name("offline.py")), str(work / "job.json")]
+        done = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True)
+        if done.returncode:
+            lines = (done.stdout + done.stderr).splitlines()
+            errors = [line for line in lines if "Error: " in line]
+            pytest.fail("\n".join([f"vLLM ended with {done.returncode}", *errors, "...", *lines[-20:]]))
+        return json.loads((work / "out.json").read_text())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def undivided(vllm_run: Callable, vllm_checkpoint: Callable) -> Callable[[str], dict[str, Any]]:
+    """What undivided vLLM gives for a family, once."""
+    results: dict[str, dict[str, Any]] = {}
+
+    def get(family: str) -> dict[str, Any]:
+        if family not in results:
+            results[family] = vllm_run(vllm_checkpoint(family))
+        return results[family]
+
+    return get
+
+
+@pytest.fixture
+def divided(vllm_run: Callable, vllm_checkpoint: Callable, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Runs a family with its experts in `afd ffn` processes. fault: planted in these; llm: arguments of `LLM`."""
+    from afd_runtime.launch import ProcessGroup, python_module, reserve_port
+
+    def run(family: str, *, ffn_ranks: int = 1, fault: str | None = None, **llm: Any) -> dict[str, Any]:
+        model, env = vllm_checkpoint(family), {"OMP_NUM_THREADS": "1"}
+        if fault is not None:
+            (tmp_path / "planted").mkdir()
+            path = os.pathsep.join([str(FAULTS), os.environ.get("PYTHONPATH", "")])
+            env |= {"PYTHONPATH": path, "AFD_TEST_FAULT": fault, "AFD_TEST_PLANTED": str(tmp_path / "planted")}
+        with reserve_port("127.0.0.1") as holder, ProcessGroup() as group:
+            port = holder.getsockname()[1]
+            shape = {"ffn-ranks": ffn_ranks, "max-batch-tokens": MAX_BATCH_TOKENS, "port": port, "dtype": "float32"}
+            flags = [f"--{name}={value}" for name, value in shape.items()]
+            for rank in range(ffn_ranks):
+                command = python_module("afd_runtime.cli", "ffn", str(model), f"--ffn-rank={rank}", *flags, "--events")
+                group.start(f"FFN rank {rank}", command, runs_to_end=False, env=env)
+            result = vllm_run(model, {"role": "attention", "port": port, "num_ffn_ranks": ffn_ranks}, **llm)
+            group.check()
+        assert fault is None or len(list((tmp_path / "planted").iterdir())) == ffn_ranks
+        return result
+
+    return run

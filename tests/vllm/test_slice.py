@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM with its routed experts in other processes against undivided vLLM: tokens, logprobs, parameters, bytes read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.version", reason="vLLM is not installed")
+
+from conftest import MAX_TOKENS, PROMPTS  # noqa: E402
+
+from afd_runtime.checkpoint import SafetensorsIndex  # noqa: E402
+from afd_runtime.model_spec import ModelSpec  # noqa: E402
+
+LOGPROB_TOLERANCE = 1e-3
+FAMILIES = ("deepseek_v2", "deepseek_v3", "qwen3_moe")
+
+
+def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Of the logprobs at all positions; infinite where the five most likely tokens are not the same."""
+    worst = 0.0
+    for mine, theirs in zip(one["logprobs"], other["logprobs"], strict=True):
+        for position, expected in zip(mine, theirs, strict=True):
+            if position.keys() != expected.keys():
+                return float("inf")
+            worst = max(worst, *(abs(position[token] - expected[token]) for token in expected))
+    return worst
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_to_undivided_vllm(
+    undivided: Callable, divided: Callable, vllm_checkpoint: Callable, family: str, record_property: Callable
+) -> None:
+    right, result = undivided(family), divided(family, ffn_ranks=2)
+    tokens = result["tokens"]
+    assert len({token for row in tokens for token in row}) >= 64, "too few distinct tokens to prove anything"
+    assert tokens == right["tokens"] and [len(row) for row in tokens] == [MAX_TOKENS] * len(PROMPTS)
+    difference = largest_difference(result, right)
+    assert difference <= LOGPROB_TOLERANCE
+    check_report(result["reports"], vllm_checkpoint(family))
+    record_property("served", f"vLLM {family}: {len(tokens)} prompts, max logprob error {difference:.1e}")
+
+
+def check_report(reports: list[dict[str, Any]], model: Path) -> None:
+    """No expert byte was read or is held, and each layer sent every scheduled token once."""
+    (report,) = reports
+    spec, index = ModelSpec.from_pretrained(model), SafetensorsIndex.open(model)
+    experts = {name for layer in spec.expert_layers for name in spec.expert_tensors(layer)}
+    others = index.names - experts
+    others_bytes = sum(index.entry(name).nbytes for name in others)
+    assert report["load"] == {
+        "tensors_read": len(others),
+        "bytes_read": others_bytes,
+        "expert_tensors_left_out": len(experts),
+    }
+    assert report["parameter_bytes"] <= 1.05 * others_bytes, "vLLM pads the vocabulary; experts are three times as much"
+    rows = sum(len(prompt) + MAX_TOKENS - 1 for prompt in PROMPTS)
+    assert {int(layer) for layer in report["layers"]} == set(spec.expert_layers)
+    assert {layer["rows"] for layer in report["layers"].values()} == {rows}
+
+
+@pytest.mark.parametrize("fault", ["scaled", "last-dropped"])
+def test_planted_fault_is_noticed(undivided: Callable, divided: Callable, fault: str) -> None:
+    result = divided("qwen3_moe", fault=fault)
+    assert largest_difference(result, undivided("qwen3_moe")) > LOGPROB_TOLERANCE
