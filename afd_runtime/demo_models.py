@@ -114,7 +114,7 @@ def _for_vllm(family: str, **config: Any) -> DemoModel:
 
 VLLM_MODELS: dict[str, DemoModel] = {
     "deepseek_v2_vllm": _for_vllm("deepseek_v2", **_VLLM_MLA),
-    "deepseek_v3_vllm": _for_vllm("deepseek_v3", **_VLLM_MLA),
+    "deepseek_v3_vllm": _for_vllm("deepseek_v3", **_VLLM_MLA, topk_method="noaux_tc", scoring_func="sigmoid"),
     "qwen3_moe_vllm": _for_vllm("qwen3_moe", head_dim=32),
 }
 
@@ -131,7 +131,8 @@ def write_demo_model(
     """Writes a checkpoint of `family` to the new or empty directory `path` and returns it.
 
     family: a key of `DEMO_MODELS`, `WIDE_MODELS` or `VLLM_MODELS`. device: that draws the weights; equal arguments give
-    equal weights, another kind of device gives others. Raises ValueError for an unknown family or a directory that holds something.
+    equal weights, another kind of device gives others. Raises ValueError for an unknown family or a directory that
+    holds something.
     """
     path, models = Path(path), {**DEMO_MODELS, **WIDE_MODELS, **VLLM_MODELS}
     if family not in models:

@@ -3,7 +3,7 @@
 
 argv: a JSON file with `model`, `prompts`, `max_tokens`, `llm` (arguments of `LLM`), `report` (whether to ask for
 `afd_report`) and `out`, the JSON file that gets `tokens`, `logprobs` (by position: of each of the five most likely
-tokens) and `reports` (one for each worker).
+tokens), and for each worker `parameters` (names) and `reports`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+
+
+def parameter_names(model):
+    return [name for name, _ in model.named_parameters()]
 
 
 def main() -> None:
@@ -25,6 +29,7 @@ def main() -> None:
     result = {
         "tokens": [list(o.token_ids) for o in outputs],
         "logprobs": [[{t: lp.logprob for t, lp in position.items()} for position in o.logprobs] for o in outputs],
+        "parameters": llm.apply_model(parameter_names),
         "reports": llm.collective_rpc("afd_report") if job["report"] else [],
     }
     Path(job["out"]).write_text(json.dumps(result))

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention role's worker: the platform's own one, whose model has remote experts and whose forwards are steps.
 
-A step is announced here and not in a model runner: both of vLLM's runners run exactly one forward of the scheduled
-tokens in ``execute_model``, eagerly or from a graph. Whatever else runs the model (profile, warm-up, capture, dummy
-batches) is offline: it sends nothing.
+A step is announced as soon as nothing but FFN ranks can delay its forward. vLLM's first model runner lets data
+parallel ranks wait for each other within ``execute_model``, so there a step is what runs in ``_model_forward``: if it
+began earlier, FFN ranks could wait for a rank that waits for another one's last step. The second runner may replay a
+graph without running any Python, so there a step is the whole ``execute_model``. Whatever else runs the model (profile,
+warm-up, capture, dummy batches) is offline: it sends nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 from vllm.config import set_current_vllm_config
@@ -20,7 +22,7 @@ from vllm.platforms import current_platform
 
 from afd_runtime import envs
 from afd_runtime.errors import AFDConfigError
-from afd_runtime.integrations.vllm.experts import check_remote, remote_experts
+from afd_runtime.integrations.vllm.experts import check_remote, make_opaque, remote_experts
 from afd_runtime.integrations.vllm.loader import LOAD_FORMAT
 from afd_runtime.integrations.vllm.refusals import refuse_engine, refuse_version
 from afd_runtime.integrations.vllm.settings import parse_settings
@@ -68,8 +70,13 @@ class AttentionWorkerMixin:
         config = parse_settings(vllm_config.additional_config, max_tokens)
         refuse_engine(vllm_config, config)
         spec = ModelSpec.from_pretrained(self.model_config.model)
-        self.afd_session = AttentionSession.connect(config, 0, spec, device=self.device, dtype=self.model_config.dtype)
-        logger.info("attention rank 0 is attached to %d FFN ranks at %s", config.num_ffn_ranks, config.host)
+        rank = self.parallel_config.data_parallel_rank
+        self.afd_session = AttentionSession.connect(
+            config, rank, spec, device=self.device, dtype=self.model_config.dtype
+        )
+        logger.info("attention rank %d is attached to %d FFN ranks at %s", rank, config.num_ffn_ranks, config.host)
+        if not self.use_v2_model_runner:
+            self._make_forwards_steps()
 
     def load_model(self: Any, **kwargs: Any) -> None:
         """Builds the model with remote experts and reads everything but these. Raises ``AFDConfigError``."""
@@ -79,6 +86,7 @@ class AttentionWorkerMixin:
         with remote_experts(self.afd_session):
             super().load_model(**kwargs)  # type: ignore[misc]
         check_remote(self.get_model(), self.afd_session.spec)
+        make_opaque(self.get_model())
         logger.info("without experts: %s", self.get_model().afd_load_report)
 
     def determine_available_memory(self: Any) -> int:
@@ -98,26 +106,25 @@ class AttentionWorkerMixin:
 
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         """One step: announced with its scheduled tokens, given up where the forward raises. Raises ``AFDError``."""
-        with self._afd_step(scheduler_output.total_num_scheduled_tokens):
+        self._afd_rows = scheduler_output.total_num_scheduled_tokens
+        forward = self._afd_rows and self.use_v2_model_runner
+        with self.afd_session.step(self._afd_rows) if forward else contextlib.nullcontext():
             return super().execute_model(scheduler_output)  # type: ignore[misc]
 
-    @contextlib.contextmanager
-    def _afd_step(self: Any, num_rows: int) -> Iterator[None]:
-        """A step of ``num_rows``; without rows there is no forward and so no step."""
-        if not num_rows:
-            yield
-            return
-        with self.afd_session.step(num_rows):
-            yield
+    def _make_forwards_steps(self: Any) -> None:
+        """Makes each call of the first model runner's ``_model_forward``, which only real batches reach, a step."""
+        forward = self.model_runner._model_forward
+
+        @functools.wraps(forward)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with self.afd_session.step(self._afd_rows):
+                return forward(*args, **kwargs)
+
+        self.model_runner._model_forward = step
 
     def afd_report(self: Any) -> dict[str, Any]:
-        """What this rank holds, read and sent, for ``LLM.collective_rpc("afd_report")``."""
-        model = self.get_model()
-        return {
-            "parameter_bytes": sum(p.nbytes for p in model.parameters()),
-            "load": dataclasses.asdict(model.afd_load_report),
-            "layers": self.afd_session.stats,
-        }
+        """What this rank read and exchanged, for ``LLM.collective_rpc("afd_report")``."""
+        return {"load": dataclasses.asdict(self.get_model().afd_load_report), "layers": self.afd_session.stats}
 
     def shutdown(self: Any) -> None:
         """Detaches, then shuts the worker down."""

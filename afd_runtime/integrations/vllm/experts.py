@@ -16,6 +16,7 @@ from vllm.model_executor import custom_op
 from vllm.model_executor.custom_op import PluggableLayer
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -157,6 +158,14 @@ def check_remote(model: torch.nn.Module, spec: ModelSpec) -> None:
             f"{spec.path}: the checkpoint has experts in layers {list(spec.expert_layers)}, and this vLLM version "
             f"builds {type(model).__name__} with replaceable ones in {sorted(found)}; serve it without AFD"
         )
+
+
+def make_opaque(model: torch.nn.Module) -> None:
+    """Makes every MoE layer one operation to a compiler, as it is on GPUs: on a CPU vLLM would trace through it."""
+    for module in model.modules():
+        if isinstance(module, MoERunner):
+            ops = torch.ops.vllm
+            module._forward_entry = ops.moe_forward if module.shared_experts is None else ops.moe_forward_shared
 
 
 def _check_layer(name: str, layer: Any, spec: ModelSpec) -> None:

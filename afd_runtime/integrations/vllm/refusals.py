@@ -23,7 +23,6 @@ def _parallel(field: str) -> Callable[[Any], Any]:
 #: Name of the option, its value in a VllmConfig, the values that are served, what is allowed in words.
 _OPTIONS: tuple[tuple[str, Callable[[Any], Any], Callable[[Any], bool], str], ...] = (
     ("tensor_parallel_size", _parallel("tensor_parallel_size"), lambda v: v == 1, _ONE),
-    ("data_parallel_size", _parallel("data_parallel_size"), lambda v: v == 1, _ONE),
     ("pipeline_parallel_size", _parallel("pipeline_parallel_size"), lambda v: v == 1, _ONE),
     ("prefill_context_parallel_size", _parallel("prefill_context_parallel_size"), lambda v: v in (None, 1), _ONE),
     ("enable_expert_parallel", _parallel("enable_expert_parallel"), lambda v: not v, "False: no expert is local"),
@@ -61,16 +60,20 @@ def refuse_engine(vllm_config: Any, config: AFDConfig) -> None:
         value = value_of(vllm_config)
         if not served(value):
             raise AFDConfigError(f"{name} is {value!r}, which is not supported with AFD; allowed: {allowed}")
-    _refuse_compilation(vllm_config)
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > config.num_attention_ranks:
+        raise AFDConfigError(
+            f"additional_config['afd'].num_attention_ranks is {config.num_attention_ranks}; allowed: at least "
+            f"{parallel.data_parallel_size}, the engine's data_parallel_size; raise it here and on the FFN ranks"
+        )
+    if parallel.data_parallel_size > 1 and vllm_config.use_v2_model_runner:
+        raise AFDConfigError(
+            f"data_parallel_size is {parallel.data_parallel_size} with vLLM's second model runner, which is not "
+            "supported with AFD; set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
 
 
 def refuse_worker_class(given: str, allowed: tuple[str, ...]) -> None:
     """Raises ``AFDConfigError`` for a worker class that somebody else chose."""
     if given not in allowed:
         raise AFDConfigError(f"worker_cls is {given!r}; allowed with AFD: {' or '.join(allowed)}")
-
-
-def _refuse_compilation(vllm_config: Any) -> None:
-    """On a CPU vLLM traces through its MoE layers; elsewhere they are an opaque operation."""
-    if vllm_config.device_config.device_type == "cpu" and not vllm_config.model_config.enforce_eager:
-        raise AFDConfigError("enforce_eager is False; allowed on a CPU with AFD: True; start with --enforce-eager")
