@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -60,15 +62,25 @@ def vllm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 
 @pytest.fixture(scope="session")
 def vllm_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """Runs `offline.py` on a checkpoint. afd: the settings of an attention engine; None: undivided, without plugins."""
+    """Runs `offline.py` on a checkpoint. afd: the settings of an attention engine; None: undivided, without plugins.
 
-    def run(model: Path, afd: dict[str, Any] | None = None, **llm: Any) -> dict[str, Any]:
+    job: what to change in its job. env: added to its environment. llm: arguments of `LLM`.
+    """
+
+    def run(
+        model: Path,
+        afd: dict[str, Any] | None = None,
+        *,
+        job: Mapping[str, Any] = MappingProxyType({}),
+        env: Mapping[str, str] = MappingProxyType({}),
+        **llm: Any,
+    ) -> dict[str, Any]:
         work = tmp_path_factory.mktemp("vllm")
         arguments = {**LLM, **llm} | ({} if afd is None else {"additional_config": {"afd": afd}})
-        job = {"model": str(model), "prompts": PROMPTS, "max_tokens": MAX_TOKENS, "llm": arguments}
-        job |= {"report": afd is not None, "out": str(work / "out.json")}
-        (work / "job.json").write_text(json.dumps(job))
-        env = {**os.environ, **ENV, "VLLM_PLUGINS": "afd" if afd is not None else ""}
+        whole = {"model": str(model), "prompts": PROMPTS, "max_tokens": MAX_TOKENS, "llm": arguments}
+        whole |= {"report": afd is not None, "out": str(work / "out.json"), **job}
+        (work / "job.json").write_text(json.dumps(whole))
+        env = {**os.environ, **ENV, "VLLM_PLUGINS": "afd" if afd is not None else "", **env}
         command = [sys.executable, str(Path(__file__).with_name("offline.py")), str(work / "job.json")]
         done = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True)
         if done.returncode:
@@ -94,26 +106,40 @@ def undivided(vllm_run: Callable, vllm_checkpoint: Callable) -> Callable[[str], 
 
 
 @pytest.fixture
-def divided(vllm_run: Callable, vllm_checkpoint: Callable, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Runs a family with its experts in `afd ffn` processes. fault: planted in these; llm: arguments of `LLM`."""
+def ffn_group(vllm_checkpoint: Callable, tmp_path: Path) -> Callable[..., AbstractContextManager[dict[str, Any]]]:
+    """Runs `afd ffn` processes; gives the settings of an engine that attaches to them. fault: planted in each."""
     from afd_runtime.launch import ProcessGroup, python_module, reserve_port
 
-    def run(family: str, *, ffn_ranks: int = 1, fault: str | None = None, **llm: Any) -> dict[str, Any]:
-        model, env = vllm_checkpoint(family), {"OMP_NUM_THREADS": "1"}
+    @contextmanager
+    def run(
+        family: str, *, ffn_ranks: int = 1, attention_ranks: int = 1, fault: str | None = None
+    ) -> Iterator[dict[str, Any]]:
+        model, env, planted = vllm_checkpoint(family), {"OMP_NUM_THREADS": "1"}, tmp_path / "planted"
         if fault is not None:
-            (tmp_path / "planted").mkdir()
+            planted.mkdir()
             path = os.pathsep.join([str(FAULTS), os.environ.get("PYTHONPATH", "")])
-            env |= {"PYTHONPATH": path, "AFD_TEST_FAULT": fault, "AFD_TEST_PLANTED": str(tmp_path / "planted")}
+            env |= {"PYTHONPATH": path, "AFD_TEST_FAULT": fault, "AFD_TEST_PLANTED": str(planted)}
         with reserve_port("127.0.0.1") as holder, ProcessGroup() as group:
             port = holder.getsockname()[1]
-            shape = {"ffn-ranks": ffn_ranks, "max-batch-tokens": MAX_BATCH_TOKENS, "port": port, "dtype": "float32"}
-            flags = [f"--{name}={value}" for name, value in shape.items()]
+            shape = {"ffn-ranks": ffn_ranks, "attention-ranks": attention_ranks, "max-batch-tokens": MAX_BATCH_TOKENS}
+            flags = [f"--{name}={value}" for name, value in (shape | {"port": port, "dtype": "float32"}).items()]
             for rank in range(ffn_ranks):
                 command = python_module("afd_runtime.cli", "ffn", str(model), f"--ffn-rank={rank}", *flags, "--events")
                 group.start(f"FFN rank {rank}", command, runs_to_end=False, env=env)
-            result = vllm_run(model, {"role": "attention", "port": port, "num_ffn_ranks": ffn_ranks}, **llm)
+            ranks = {"num_ffn_ranks": ffn_ranks, "num_attention_ranks": attention_ranks}
+            yield {"role": "attention", "port": port, **ranks}
             group.check()
-        assert fault is None or len(list((tmp_path / "planted").iterdir())) == ffn_ranks
-        return result
+        assert fault is None or len(list(planted.iterdir())) == ffn_ranks
+
+    return run
+
+
+@pytest.fixture
+def divided(vllm_run: Callable, vllm_checkpoint: Callable, ffn_group: Callable) -> Callable[..., dict[str, Any]]:
+    """Runs a family with its experts in `afd ffn` processes. llm: arguments of `LLM`."""
+
+    def run(family: str, *, ffn_ranks: int = 1, fault: str | None = None, **llm: Any) -> dict[str, Any]:
+        with ffn_group(family, ffn_ranks=ffn_ranks, fault=fault) as afd:
+            return vllm_run(vllm_checkpoint(family), afd, **llm)
 
     return run

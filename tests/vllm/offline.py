@@ -18,6 +18,7 @@ def parameter_names(model):
 
 
 def main() -> None:
+    from offline import parameter_names  # by a name under which workers find it
     from vllm import LLM, SamplingParams
 
     job = json.loads(Path(sys.argv[1]).read_text())

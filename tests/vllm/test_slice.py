@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ pytest.importorskip("vllm.version", reason="vLLM is not installed")
 from conftest import MAX_TOKENS, PROMPTS  # noqa: E402
 
 from afd_runtime.checkpoint import SafetensorsIndex  # noqa: E402
+from afd_runtime.launch import reserve_port  # noqa: E402
 from afd_runtime.model_spec import ModelSpec  # noqa: E402
 
 LOGPROB_TOLERANCE = 1e-3
@@ -66,6 +68,39 @@ def check_report(reports: list[dict[str, Any]], model: Path) -> None:
     rows = sum(len(prompt) + MAX_TOKENS - 1 for prompt in PROMPTS)
     assert {int(layer) for layer in report["layers"]} == set(spec.expert_layers)
     assert {layer["rows"] for layer in report["layers"].values()} == {rows}
+
+
+def test_compiled_equals_compiled_undivided_vllm(
+    divided: Callable, vllm_run: Callable, vllm_checkpoint: Callable
+) -> None:
+    right = vllm_run(vllm_checkpoint("qwen3_moe"), enforce_eager=False)
+    result = divided("qwen3_moe", enforce_eager=False)
+    assert result["tokens"] == right["tokens"]
+    assert largest_difference(result, right) <= LOGPROB_TOLERANCE
+
+
+def test_two_data_parallel_ranks_of_which_one_ends_early(
+    undivided: Callable, vllm_run: Callable, vllm_checkpoint: Callable, ffn_group: Callable
+) -> None:
+    """Rank 1 has one short prompt and then nothing; neither rank waits for the other's exchanges."""
+    right, jobs = (
+        undivided("qwen3_moe")["tokens"],
+        [{"prompts": PROMPTS[1:]}, {"prompts": PROMPTS[:1], "max_tokens": 5}],
+    )
+    with reserve_port("127.0.0.1") as holder:
+        port = holder.getsockname()[1]
+    with ffn_group("qwen3_moe", attention_ranks=2) as afd, ThreadPoolExecutor() as pool:
+
+        def rank(index: int) -> dict[str, Any]:
+            env = {"VLLM_DP_RANK": index, "VLLM_DP_RANK_LOCAL": index, "VLLM_DP_SIZE": 2, "VLLM_DP_MASTER_PORT": port}
+            env = {name: str(value) for name, value in env.items()} | {"VLLM_DP_MASTER_IP": "127.0.0.1"}
+            return vllm_run(vllm_checkpoint("qwen3_moe"), afd, job=jobs[index], env=env)
+
+        results = list(pool.map(rank, range(2)))
+    assert results[0]["tokens"] == right[1:] and results[1]["tokens"] == [right[0][:5]]
+    for result, job in zip(results, jobs, strict=True):
+        rows = sum(len(prompt) + job.get("max_tokens", MAX_TOKENS) - 1 for prompt in job["prompts"])
+        assert {layer["rows"] for layer in result["reports"][0]["layers"].values()} == {rows}
 
 
 @pytest.mark.parametrize("fault", ["scaled", "last-dropped"])
