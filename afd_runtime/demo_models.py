@@ -112,12 +112,9 @@ def _for_vllm(family: str, **config: Any) -> DemoModel:
     return replace(demo, config={**demo.config, **_VLLM_SIZES, **config}, model_type=family)
 
 
-# No q_lora_rank: with one, eager vLLM 0.32 gives other logits on a CPU than transformers, and than it does compiled.
 VLLM_MODELS: dict[str, DemoModel] = {
     "deepseek_v2_vllm": _for_vllm("deepseek_v2", **_VLLM_MLA),
-    "deepseek_v3_vllm": _for_vllm(
-        "deepseek_v3", **_VLLM_MLA, q_lora_rank=None, topk_method="noaux_tc", scoring_func="sigmoid"
-    ),
+    "deepseek_v3_vllm": _for_vllm("deepseek_v3", **_VLLM_MLA, topk_method="noaux_tc", scoring_func="sigmoid"),
     "qwen3_moe_vllm": _for_vllm("qwen3_moe", head_dim=32),
 }
 

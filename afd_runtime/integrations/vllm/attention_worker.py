@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.config import set_current_vllm_config
@@ -56,6 +57,8 @@ class AttentionWorkerMixin:
     """What an attention rank adds to a worker of vLLM."""
 
     afd_session: AttentionSession | None = None
+    _afd_rows = 0  # of the batch that runs
+    _afd_is_offline = False
 
     def init_device(self: Any) -> None:
         """Attaches to the FFN ranks as soon as the device is there, before vLLM profiles its memory.
@@ -91,25 +94,39 @@ class AttentionWorkerMixin:
 
     def determine_available_memory(self: Any) -> int:
         """Profiles offline."""
-        with self.afd_session.offline():
+        with self._afd_offline():
             return super().determine_available_memory()  # type: ignore[misc]
 
     def compile_or_warm_up_model(self: Any) -> Any:
         """Warms up and captures offline."""
-        with self.afd_session.offline():
+        with self._afd_offline():
             return super().compile_or_warm_up_model()  # type: ignore[misc]
 
     def execute_dummy_batch(self: Any) -> None:
         """Runs a batch without requests offline."""
-        with self.afd_session.offline():
+        with self._afd_offline():
             super().execute_dummy_batch()  # type: ignore[misc]
 
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         """One step: announced with its scheduled tokens, given up where the forward raises. Raises ``AFDError``."""
         self._afd_rows = scheduler_output.total_num_scheduled_tokens
-        forward = self._afd_rows and self.use_v2_model_runner
-        with self.afd_session.step(self._afd_rows) if forward else contextlib.nullcontext():
+        with self._afd_step() if self.use_v2_model_runner else contextlib.nullcontext():
             return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def _afd_step(self: Any) -> contextlib.AbstractContextManager[None]:
+        """A step of the scheduled tokens. The second runner also comes here without any, and to warm up."""
+        if self._afd_is_offline or not self._afd_rows:
+            return contextlib.nullcontext()
+        return self.afd_session.step(self._afd_rows)
+
+    @contextlib.contextmanager
+    def _afd_offline(self: Any) -> Iterator[None]:
+        with self.afd_session.offline():
+            self._afd_is_offline = True
+            try:
+                yield
+            finally:
+                self._afd_is_offline = False
 
     def _make_forwards_steps(self: Any) -> None:
         """Makes each call of the first model runner's ``_model_forward``, which only real batches reach, a step."""
@@ -117,7 +134,7 @@ class AttentionWorkerMixin:
 
         @functools.wraps(forward)
         def step(*args: Any, **kwargs: Any) -> Any:
-            with self.afd_session.step(self._afd_rows):
+            with self._afd_step():
                 return forward(*args, **kwargs)
 
         self.model_runner._model_forward = step

@@ -51,9 +51,10 @@ class RemoteExpertsLoader(DefaultModelLoader):
         model.afd_load_report = self._report  # type: ignore[assignment]
 
     def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        _, files, _, _ = self._prepare_weights(
+        found = self._prepare_weights(
             source.model_or_path, source.subfolder, source.revision, False, source.allow_patterns_overrides
         )
+        files = found[1]  # how much more there is differs between versions
         for file in sorted(files):
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  a safe_open is no mapping
