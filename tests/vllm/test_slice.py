@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm.version", reason="vLLM is not installed")
 
-from conftest import MAX_TOKENS, PROMPTS  # noqa: E402
+from engine_runs import MAX_TOKENS, PROMPTS  # noqa: E402
 
 from afd_runtime.checkpoint import SafetensorsIndex  # noqa: E402
 from afd_runtime.launch import reserve_port  # noqa: E402
