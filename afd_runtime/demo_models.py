@@ -3,13 +3,14 @@
 
 Default initialisation would make greedy generation cycle through a few tokens and hide wrong experts, so weights are
 drawn so wide that routed experts decide the text: of 32 tokens at least 24 differ. Sizes are odd on purpose, but for
-`deepseek_v2_wide`, whose sizes are those of real models. Only writing needs transformers.
+`deepseek_v2_wide`, whose sizes are those of real models, and those for vLLM, whose CPU kernels want multiples of 32 and
+the head size of real MLA models. Only writing needs transformers.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,22 @@ WIDE_MODELS: dict[str, DemoModel] = {
     ),
 }  # fmt: skip
 
+_VLLM_SIZES = {"hidden_size": 96, "intermediate_size": 128, "moe_intermediate_size": 64, "num_hidden_layers": 4}
+_VLLM_MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
+
+
+def _for_vllm(family: str, **config: Any) -> DemoModel:
+    """The demo model of ``family`` in sizes that vLLM serves on a CPU."""
+    demo = DEMO_MODELS[family]
+    return replace(demo, config={**demo.config, **_VLLM_SIZES, **config}, model_type=family)
+
+
+VLLM_MODELS: dict[str, DemoModel] = {
+    "deepseek_v2_vllm": _for_vllm("deepseek_v2", **_VLLM_MLA),
+    "deepseek_v3_vllm": _for_vllm("deepseek_v3", **_VLLM_MLA, topk_method="noaux_tc", scoring_func="sigmoid"),
+    "qwen3_moe_vllm": _for_vllm("qwen3_moe", head_dim=32),
+}
+
 
 def write_demo_model(
     family: str,
@@ -113,10 +130,11 @@ def write_demo_model(
 ) -> Path:
     """Writes a checkpoint of `family` to the new or empty directory `path` and returns it.
 
-    family: a key of `DEMO_MODELS` or `WIDE_MODELS`. device: that draws the weights; equal arguments give equal weights,
-    another kind of device gives others. Raises ValueError for an unknown family or a directory that holds something.
+    family: a key of `DEMO_MODELS`, `WIDE_MODELS` or `VLLM_MODELS`. device: that draws the weights; equal arguments give
+    equal weights, another kind of device gives others. Raises ValueError for an unknown family or a directory that
+    holds something.
     """
-    path, models = Path(path), {**DEMO_MODELS, **WIDE_MODELS}
+    path, models = Path(path), {**DEMO_MODELS, **WIDE_MODELS, **VLLM_MODELS}
     if family not in models:
         raise ValueError(f"family {family!r} is unknown; choose one of {', '.join(models)}.")
     if path.is_dir() and any(path.iterdir()):
@@ -162,7 +180,7 @@ def _values(name: str, shape: torch.Size, demo: DemoModel, generator: torch.Gene
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write a small Mixture-of-Experts checkpoint.")
-    parser.add_argument("family", choices=sorted({**DEMO_MODELS, **WIDE_MODELS}))
+    parser.add_argument("family", choices=sorted({**DEMO_MODELS, **WIDE_MODELS, **VLLM_MODELS}))
     parser.add_argument("path", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])

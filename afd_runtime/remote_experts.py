@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,11 +80,19 @@ class AttentionSession:
         self.connector.attention.begin_steps(rows, streams=streams)
 
     def experts(
-        self, layer_idx: int, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, stage: int = 0
+        self,
+        layer_idx: int,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        stage: int = 0,
+        *,
+        meanwhile: Callable[[], None] | None = None,
     ) -> torch.Tensor:
         """The routed experts of one layer, computed on the FFN ranks.
 
         hidden: [M, H] of the session's dtype; topk_ids: int[M, k] (-1: computed nowhere); topk_weights: [M, k].
+        meanwhile: called once the rows are sent, before the replies are waited for, such as for shared experts.
         Rows past the step's count are not sent and come back as zero. Returns [M, H] in the dtype of ``hidden``.
         Raises ``AFDPeerLost``, ``AFDTimeoutError``, ``AFDStepAborted``, ``AFDCapacityError`` or ``AFDProtocolError``.
         """
@@ -94,6 +102,8 @@ class AttentionSession:
         self.connector.send_attn_output(
             hidden, AFDTransferContext(metadata), topk_ids=topk_ids, topk_weights=topk_weights
         )
+        if meanwhile is not None:
+            meanwhile()
         return self.connector.recv_ffn_output(hidden, ubatch_idx=stage, layer_idx=layer_idx)
 
     def end_step(self, stage: int = 0) -> None:
