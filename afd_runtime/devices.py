@@ -26,7 +26,7 @@ def use_device(device: torch.device) -> None:
 
 def check_current(device: torch.device) -> None:
     """Raises ``AFDConfigError`` where ``device`` is a GPU that this thread does not launch on."""
-    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+    if device.type == "cuda" and device.index is not None and device.index != torch.cuda.current_device():
         raise AFDConfigError(
             f"device is {device}, and this thread launches on cuda:{torch.cuda.current_device()}; call "
             f"torch.cuda.set_device({device.index}) in each thread that runs steps"
