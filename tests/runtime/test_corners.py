@@ -214,7 +214,14 @@ def test_memory_of_a_lost_rank_whose_rows_were_merged_stays_until_they_are_compu
                 held.append(lost[0].request.buffer.numel() > 0 and lost[0].reply.buffer.numel() > 0)
             return forward(layer, schedule)
 
+        def both_in_one_unit(stage: int | None = None) -> Any:
+            end = time.monotonic() + 10.0
+            while not held and len(control._sequencer._pending) < 2 and time.monotonic() < end:
+                time.sleep(1e-3)
+            return next_orders(stage)
+
         lost: list[Any] = []
+        next_orders, control.next_orders = control.next_orders, both_in_one_unit
         side._arrival, bank.forward = lose_and_merge, compute
         server.serve_forever()
 
@@ -224,11 +231,9 @@ def test_memory_of_a_lost_rank_whose_rows_were_merged_stays_until_they_are_compu
 
     with local_group(2, 1, loop=serve, reply_timeout_s=2.0, reattach_timeout_s=0.0) as (servers, connect):
         sessions = [connect(rank) for rank in (0, 1)]
-        with servers[0].connector.ffn.control._changed:  # both announcements become one unit
-            threads = [threading.Thread(target=run, args=(session,)) for session in sessions]
-            for thread in threads:
-                thread.start()
-            time.sleep(0.3)
+        threads = [threading.Thread(target=run, args=(session,)) for session in sessions]
+        for thread in threads:
+            thread.start()
         for thread in threads:
             thread.join(20)
     assert held == [False, True]
