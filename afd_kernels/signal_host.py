@@ -43,7 +43,12 @@ class StatusCode(enum.IntEnum):
 def ring_ref(address: int, word: int, device: torch.device) -> None:
     """``ring`` on the host: sets the doorbell at ``address`` on ``device`` (0: nobody listens)."""
     if address:
-        tensor_at(address, 4, device).view(torch.int32).fill_((word & 0xFFFFFF) << 2 | 1)
+        tensor_at(address, 4, device).view(torch.int32).fill_(_bell_of(word))
+
+
+def _bell_of(word: int) -> int:
+    """``bell_of`` on the host."""
+    return (word & 0xFFFFFF) << 2 | 1
 
 
 _ORDER = threading.Lock()
@@ -119,7 +124,7 @@ def _wait_on_host(
 def _has_rung(bells: torch.Tensor | None, peer: int, word: int) -> bool:
     if bells is None:
         return True
-    return int(bells[peer]) & ~BELL_OPEN == (word & 0xFFFFFF) << 2 | 1
+    return int(bells[peer]) & ~BELL_OPEN == _bell_of(word)
 
 
 def _failure(observed: int, expected: int, abort: int, late: bool) -> StatusCode:

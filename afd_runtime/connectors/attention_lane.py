@@ -33,6 +33,7 @@ class Lane:
         self.workspace = torch.zeros(nbytes, dtype=torch.uint8, device=device) if device.type == "cuda" else None
         self.sent = torch.zeros(num_layers, num_peers, dtype=torch.int64, device=device)
         self.clocks = torch.zeros(num_layers, CLOCK_FIELDS, dtype=torch.int64, device=device)
+        self._sent, self._clocks = self.sent.unbind(), self.clocks.unbind()  # a view for each layer, made once
         self.slots = torch.zeros(num_peers, dtype=torch.int64, device=device)
         self.reply_slots = torch.zeros(num_peers, dtype=torch.int64, device=device)
         self.state = torch.zeros(LANE_FIELDS, dtype=torch.int64, device=device)
@@ -118,7 +119,7 @@ class Lane:
             self.note_stream()
         return afd_kernels.dispatch(
             hidden, ids, weights, expert_bucket=bucket, slots=self.slots, layout=self.layout.request, lane=self.state,
-            layer=layer, sent=self.sent[index], bells=self.peer_bells, workspace=self.workspace,
+            layer=layer, sent=self._sent[index], bells=self.peer_bells, workspace=self.workspace,
         )  # fmt: skip
 
     def wait(self, timeout_s: float, index: int) -> None:
@@ -127,7 +128,7 @@ class Lane:
             self.doorbells.wait(self.stage)
         afd_kernels.wait(
             self.reply_slots, self.state, abort=self.abort.tensor, status=self.status, timeout_s=timeout_s,
-            bells=self.bells, clock=self.clocks[index] if self.device.type == "cuda" else None,
+            bells=self.bells, clock=self._clocks[index] if self.device.type == "cuda" else None,
         )  # fmt: skip
 
     def combine(self, row_map: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

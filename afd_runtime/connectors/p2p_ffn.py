@@ -102,7 +102,7 @@ class FFNSide(AFDControlPlane):
         self.totals = {layer: Totals() for layer in spec.expert_layers}
         self.steps_served = self._graph_steps = self._graph_rows = 0
         self.messages, self.timeouts = [0] * config.num_stages, [0] * config.num_stages
-        self._stuck: AFDStuckError | None = None
+        self.stuck: AFDStuckError | None = None  # the kernel that does not end, once that is known
         self._steps: list[Step | None] = [None] * config.num_stages
         self._orders: list[Order | None] = [None] * config.num_stages
         self._schedules: list[ExpertSchedule | None] = [None] * config.num_stages
@@ -112,11 +112,6 @@ class FFNSide(AFDControlPlane):
             fingerprint(config, spec, dtype, fingerprint_extra, device), self.layer_totals, self.doorbells,
             self._watch_steps, self._log,
         )  # fmt: skip
-
-    @property
-    def stuck(self) -> AFDStuckError | None:
-        """The kernel that does not end, once that is known."""
-        return self._stuck
 
     def layer_totals(self) -> dict[int, LayerTotals]:
         """The sums by layer, as they are sent to attention ranks. What graphs did is as of their last step."""
@@ -218,8 +213,8 @@ class FFNSide(AFDControlPlane):
         """
         end = self.tables[stage].end_of_step()
         while not end.query():
-            if self._stuck is not None:
-                raise self._stuck
+            if self.stuck is not None:
+                raise self.stuck
             time.sleep(POLL_S)
         self._graph_steps += 1
         self._graph_rows += self.step_rows(stage)
@@ -248,8 +243,8 @@ class FFNSide(AFDControlPlane):
                 step.abandoned_at = None
             elif step.abandoned_at is None:
                 step.abandoned_at = now
-            elif now - step.abandoned_at > STUCK_AFTER_S and self._stuck is None and tables.in_graph:
-                self._stuck = AFDStuckError(
+            elif now - step.abandoned_at > STUCK_AFTER_S and self.stuck is None and tables.in_graph:
+                self.stuck = AFDStuckError(
                     f"FFN rank {self.ffn_rank}: step {step.order.number} of stage {stage} still runs "
                     f"{STUCK_AFTER_S:g} s after every attention rank has left it: a kernel does not end; start this "
                     "process again"

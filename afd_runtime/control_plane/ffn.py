@@ -312,10 +312,9 @@ class FFNControlPlane:
         refusal = check_peer(peer, "attention", size, self._fingerprint, self._token, self.name)
         if refusal is not None:
             return refusal
-        served = self.placement.attention_peers(self.ffn_rank)
-        if peer.rank not in served:
+        if peer.rank not in self._served:
             return Refused(
-                "placement", f"{self.name} does not serve attention rank {peer.rank}; it serves {list(served)}"
+                "placement", f"{self.name} does not serve attention rank {peer.rank}; it serves {list(self._served)}"
             )
         if not 1 <= message.session <= MAX_SESSION:
             return Refused("session", f"session is {message.session}; allowed: 1 … {MAX_SESSION}")
