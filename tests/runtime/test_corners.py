@@ -236,7 +236,8 @@ def test_memory_of_a_lost_rank_whose_rows_were_merged_stays_until_they_are_compu
             thread.start()
         for thread in threads:
             thread.join(20)
-    assert held == [False, True]
+    # Once merged, rank 0 may have had its rows of further layers written already: its memory stays for each of them.
+    assert held[0] is False and len(held) > 1 and all(held[1:]), held
 
 
 @pytest.mark.parametrize("role", ["attention", "ffn"])
