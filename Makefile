@@ -3,7 +3,8 @@
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.10; do \
   $$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
 TORCH ?= torch==2.13.0
-TRITON ?= triton
+# the version that benchmarks/static/kernels.txt was compiled with
+TRITON ?= triton==3.9.0
 ifdef VIRTUAL_ENV
 VENV := $(VIRTUAL_ENV)
 else
@@ -18,7 +19,7 @@ WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help venv install demo test test-gpu lint format typecheck model wheel-check matrix clean
+.PHONY: help venv install demo test test-gpu lint format typecheck static-update model wheel-check matrix clean
 
 help:
 	@echo "make demo         three small models, one attention and two FFN processes each, checked against the whole model"
@@ -26,6 +27,7 @@ help:
 	@echo "make test-gpu     the tests that need a GPU"
 	@echo "make lint         ruff check and ruff format --check;  make format rewrites"
 	@echo "make typecheck    mypy"
+	@echo "make static-update  write benchmarks/static/kernels.txt anew: what every kernel takes on every card"
 	@echo "make model        search the exchange protocol with spin (needs spin and gcc: apt-get install -y spin gcc)"
 	@echo "make wheel-check  build the wheel and try it beside torch and triton alone"
 	@echo "make matrix       the CPU tests on the oldest and the newest supported versions, one environment each"
@@ -71,6 +73,9 @@ format: install
 
 typecheck: install
 	$(PY) -m mypy
+
+static-update: install
+	$(PY) -m afd_runtime.cli bench static --update
 
 model: $(VENV)/bin/python
 	$(PY) models/check.py

@@ -20,6 +20,8 @@ try:
 except ImportError:
     sys.exit("afd: this command needs more than the kernels; install it with: pip install 'afd[transformers]'")
 
+from afd_runtime.bench.cli import app as bench_app
+
 EXIT_MISMATCH, EXIT_REFUSED, EXIT_FAILED, EXIT_BUG, EXIT_INTERRUPTED = 1, 2, 3, 4, 130
 EXIT_FATAL = 1
 
@@ -30,6 +32,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app, name="bench")
 
 
 class Placement(str, Enum):

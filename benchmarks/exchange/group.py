@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from afd_kernels import SwiGLU, experts_forward, fused_experts, route
+from afd_kernels import SwiGLU, experts_forward, fused_experts, route, shapes
 from afd_kernels.testing import assert_close
 from afd_runtime.config import AFDConfig
 from afd_runtime.remote_experts import AttentionSession
@@ -21,7 +21,7 @@ from afd_runtime.server import FFNServer
 from afd_runtime.window import placement_of
 from benchmarks.exchange.timing import capture
 
-SHAPES = {"qwen3-30b": (128, 2048, 768, 8), "dsv3-ep8": (32, 7168, 2048, 8)}
+SHAPES = {name: shapes.SHAPES[name].sizes for name in ("qwen3-30b", "dsv3-ep8")}
 STEADY_S = 0.002  # an announcement leaves so long before the first layer, so that the FFN side has launched its graph
 
 

@@ -5,10 +5,8 @@ Run without TRITON_INTERPRET: ``python -m pytest tests/compile``.
 """
 
 import functools
-import json
 import re
 from dataclasses import dataclass
-from importlib import resources
 
 import pytest
 import torch
@@ -17,115 +15,9 @@ import triton
 if triton.knobs.runtime.interpret:
     pytest.exit("tests/compile compiles: python -m pytest tests/compile, without TRITON_INTERPRET", returncode=4)
 
-from compiled import Launch, compile_for, record
-
-from afd_kernels import (
-    GemmConfig,
-    MessageLayout,
-    ReplyLayout,
-    SwiGLU,
-    arrival,
-    combine,
-    dispatch,
-    experts_forward,
-    fused_experts,
-    new_schedule,
-    pick,
-    reply,
-    route,
-    top_k_from_logits,
-    wait,
-)
-
-#: Bytes of shared memory that one block may use, by compute capability.
-CARDS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-H, I, K, E, PEERS, LANES = 2048, 768, 8, 64, 2, 3
-OPS = ("experts_up", "experts_down")
-
-
-def entries() -> list[tuple[str, str, int]]:
-    """(folder, width of an element, rows) of each line of the checked-in tables."""
-    found = []
-    for folder in (resources.files("afd_kernels") / "configs").iterdir():
-        table = json.loads((folder / "experts.json").read_text())
-        for key, lines in table.items():
-            found += [(folder.name, key.split("/")[1], line["rows"]) for line in lines if key.startswith(OPS[0])]
-    return sorted(found)
-
-
-def empty(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype)
-
-
-def routing(dtype, *, experts=E, top_k=K, hidden=H, tokens=16, **kwargs) -> list[Launch]:
-    with record() as launches:
-        route(empty(tokens, hidden, dtype=dtype), empty(experts, hidden, dtype=dtype), top_k=top_k, **kwargs)
-    return launches
-
-
-def exchange(dtype, *, experts=E, top_k=K, hidden=H, peers=PEERS, lanes=LANES, tokens=64, reply_dtype=None):
-    """Every launch of one exchange but the experts."""
-    size = -(-experts // peers)
-    layout, replies = (
-        MessageLayout(size, tokens, top_k, hidden, dtype),
-        ReplyLayout(tokens, hidden, reply_dtype or dtype),
-    )
-    ids, weights = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, top_k)
-    lane, slots = torch.zeros(8, dtype=torch.int64), torch.zeros(peers, dtype=torch.int64)
-    states, requests = torch.zeros(lanes, 8, dtype=torch.int64), torch.zeros(lanes, dtype=torch.int64)
-    abort, status = torch.zeros(1, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
-    bucket = torch.zeros(experts, dtype=torch.int32)
-    with record() as launches:
-        row_map = dispatch(
-            empty(tokens, hidden, dtype=dtype),
-            ids,
-            weights,
-            expert_bucket=bucket,
-            slots=slots,
-            layout=layout,
-            lane=lane,
-        )
-        wait(slots, lane, abort=abort, status=status, timeout_s=1.0)
-        schedule = arrival(requests, states, layout)
-        reply(empty(schedule.cap_rows * top_k, hidden, dtype=dtype), schedule, requests, states, replies)
-        combine(slots, row_map, replies, lane)
-    return launches
-
-
-def layer(dtype, *, experts=E, top_k=K, tokens=64) -> list[Launch]:
-    """The launches of the one-rank layer."""
-    ids, weights = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, top_k)
-    with record() as launches:
-        fused_experts(empty(tokens, 256, dtype=dtype), empty(experts, 128, 256, dtype=dtype),
-                      empty(experts, 256, 64, dtype=dtype), weights, ids)  # fmt: skip
-    return launches
-
-
-def gemms(dtype, up: GemmConfig, down: GemmConfig, *, lanes=1, activation=SwiGLU(), bias=False, transposed=False):
-    """The two grouped GEMMs."""
-    layout = MessageLayout(E, 64, K, H, dtype)
-    block_m = min(up.block_m, down.block_m)
-    schedule = new_schedule(lanes, layout, block_m=block_m, device=torch.device("cpu"))
-    w_up, w_down = empty(1, 1, 1, dtype=dtype).expand(E, 2 * I, H), empty(1, 1, 1, dtype=dtype).expand(E, H, I)
-    strides = ((2 * I * H, 1, 2 * I), (H * I, 1, H)) if transposed else ((2 * I * H, H, 1), (H * I, I, 1))
-    w_up, w_down = _Strided.of(w_up, strides[0]), _Strided.of(w_down, strides[1])
-    biases = {"b_up": empty(E, 2 * I, dtype=dtype), "b_down": empty(E, H, dtype=dtype)} if bias else {}
-    with record() as launches:
-        experts_forward(schedule, w_up, w_down, activation=activation, config=(up, down), **biases)
-    return launches
-
-
-class _Strided(torch.Tensor):
-    """A tensor of one element that claims other strides: weights of a real size without their memory."""
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-        view = tensor.as_subclass(cls)
-        view.claimed = strides
-        return view
-
-    def stride(self, dim=None):
-        return self.claimed if dim is None else self.claimed[dim]
+from afd_kernels import SwiGLU, pick, top_k_from_logits
+from afd_runtime.bench.compiled import Launch, compile_for, record
+from afd_runtime.bench.launches import CARDS, LANES, OPS, E, empty, entries, exchange, gemms, layer, routing
 
 
 @dataclass
